@@ -1,0 +1,1 @@
+"""The engine process: its loop, its entry point, its flight recorder."""

@@ -1,0 +1,1 @@
+"""The ring that does: torch, transformers and the attention kernels."""

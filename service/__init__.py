@@ -1,0 +1,1 @@
+"""The front end: gRPC in, one socket per engine out. No torch, no model weights."""

@@ -1,0 +1,1 @@
+"""Tests mirror the packages; tests/e2e runs the real server and imports nothing of the product."""

@@ -1,0 +1,1 @@
+"""Tests of the promises: real processes, real signals, foreign clients."""
