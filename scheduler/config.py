@@ -1,0 +1,51 @@
+"""What an engine is told at its start. Checked by the front end (`service/config.py`); plain values only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """The bounds a scheduler works within."""
+
+    max_num_seqs: int
+    """Sequences in one step at most."""
+    max_num_batched_tokens: int
+    """Tokens in one step at most (the budget); at least `max_num_seqs`."""
+    max_model_len: int
+    """Prompt + output tokens of one sequence at most."""
+    block_size: int
+    """Tokens per KV block."""
+    num_kv_blocks: int
+    """Blocks in the pool."""
+    enable_prefix_caching: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything one engine process needs to load a model and serve it."""
+
+    model: str
+    """A directory or a hub name that transformers can load."""
+    revision: str | None = None
+    trust_remote_code: bool = False
+    dtype: str = "auto"
+    """`auto`, `float32`, `bfloat16` or `float16`. `auto` is float32 on a CPU, the checkpoint's own on a GPU."""
+    device: str = "auto"
+    """`auto`, `cpu` or `cuda`."""
+    attention_backend: str = "auto"
+    """A name in `scheduler/model/attention/registry.py`, or `auto`."""
+    num_threads: int | None = None
+    """Compute threads; None: one per core this process may use."""
+    max_model_len: int | None = None
+    """None: the model's own limit."""
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    block_size: int | None = None
+    """None: the attention backend's choice."""
+    num_kv_blocks: int | None = None
+    """None: as many as `kv_cache_memory`, or the measured free memory, allows."""
+    kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
+    """Share of a GPU's memory the engine may use in all, in (0, 1]."""

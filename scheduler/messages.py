@@ -1,0 +1,246 @@
+"""The vocabulary between the front end and an engine, and between the rings of the engine.
+
+What lives here: frozen, slotted dataclasses of plain values. What must not: behaviour, tensors, imports beyond the
+standard library. Everything that crosses the engine's socket is one of `ToEngine` or `FromEngine`; `codec.py` turns
+them into bytes. Ids are the server's own integers: a caller's `request_id` never reaches an engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+UINT64_MAX = 2**64 - 1
+
+
+class FinishReason(IntEnum):
+    """Why a sequence ended well. The numbers are those of `emberline.v1.FinishReason`; an error is never one."""
+
+    EOS = 1
+    STOP_STRING = 2
+    STOP_TOKEN = 3
+    MAX_TOKENS = 4
+    CONTEXT_LIMIT = 5
+    TIME_LIMIT = 6
+
+
+class FailureKind(IntEnum):
+    """Why one request failed while its engine lives on."""
+
+    NON_FINITE = 1
+    """Its row of logits held NaN or an infinity where a number must be."""
+    NEVER_FITS = 2
+    """It could not finish even with the whole KV pool to itself."""
+
+
+class Phase(IntEnum):
+    """Where the engine's loop is. Written to the flight recorder, read by the front end's hang watch."""
+
+    LOADING = 0
+    IDLE = 1
+    DRAIN = 2
+    SCHEDULE = 3
+    EXECUTE = 4
+    UPDATE = 5
+    SEND = 6
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen. Every value is effective: defaults were settled by the front end.
+
+    The order of operations on a row of logits is: `allowed_token_ids`, `logit_bias`, the mask of `min_tokens`,
+    repetition, then frequency and presence penalty, temperature, `top_k`, `top_p`, `min_p`.
+    """
+
+    temperature: float = 1.0
+    """0 is greedy. The front end maps anything below 1e-5 to 0."""
+    top_p: float = 1.0
+    """Nucleus mass in (0, 1]; 1 keeps all."""
+    top_k: int = 0
+    """Number of best tokens kept; 0 keeps all."""
+    min_p: float = 0.0
+    """Least probability relative to the best token's, in [0, 1]; 0 keeps all."""
+    presence_penalty: float = 0.0
+    """Subtracted once from each token already in the output (resumed tokens included)."""
+    frequency_penalty: float = 0.0
+    """Subtracted per occurrence in the output (resumed tokens included)."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens seen in prompt or output (Keskar et al. 2019)."""
+    seed: int = 0
+    """64 unsigned bits. Noise is a function of (seed, index, absolute position) alone."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Pairs (token id, value added to its logit), ids distinct."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """If not empty, no other token can be sampled."""
+    num_logprobs: int | None = None
+    """None: no logprobs. 0: the sampled token's own. k: also the k best of the step.
+
+    Log-probabilities are those of the model: log-softmax of the raw logits, before any option above.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class StoppingParams:
+    """When a sequence ends. Stop strings are the front end's business: an engine knows no text."""
+
+    max_tokens: int
+    """Upper bound of output tokens, resumed ones included; at least 1."""
+    min_tokens: int = 0
+    """Until this many output tokens exist (resumed included), stop tokens and EOS have probability 0."""
+    eos_token_ids: tuple[int, ...] = ()
+    """The model's end-of-sequence ids; empty if the caller ignores EOS."""
+    stop_token_ids: tuple[int, ...] = ()
+    """The caller's own stop tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Run this request. Sent once per request and attempt."""
+
+    request_id: int
+    prompt_token_ids: tuple[int, ...]
+    """At least one id, each in [0, vocab_size)."""
+    sampling: SamplingParams
+    stopping: StoppingParams
+    resume_token_ids: tuple[int, ...] = ()
+    """Output tokens the request has already had: they count as output but are not sent again."""
+    num_sequences: int = 1
+    """Sequences forked after the shared prompt."""
+    priority: int = 0
+    """Higher is served sooner."""
+    cache_salt: str = ""
+    """Prefix-cache blocks are shared only between requests of equal salt."""
+    cache_bypass: bool = False
+    """Neither read from nor write to the prefix cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Forget these requests. Idempotent; unknown ids are ignored. Overtakes queued Submits."""
+
+    request_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Shutdown:
+    """End the process with status 0, at once; what still runs is dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadProgress:
+    """A step of starting up, for the log."""
+
+    stage: str
+    """One or two words, lower case: `imports`, `weights`, `memory profile`, `warm-up`."""
+    elapsed_s: float
+    """Seconds since the engine process began."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The engine serves from now on; compilation and warm-up are over. What the front end must know of it."""
+
+    pid: int
+    model_type: str
+    """The family, as transformers names it."""
+    num_parameters: int
+    vocab_size: int
+    """Rows of the vocabulary projection: the bound of every token id."""
+    dtype: str
+    device: str
+    attention_backend: str
+    block_size: int
+    """Tokens per KV block."""
+    num_kv_blocks: int
+    max_model_len: int
+    """Effective bound of prompt + output tokens: never more than the KV pool holds."""
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    startup_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one output position."""
+
+    logprob: float
+    """Of the emitted token; finite or -inf, never NaN."""
+    rank: int
+    """Of the emitted token, 1 is the most likely."""
+    top_token_ids: tuple[int, ...] = ()
+    """The best ids, best first; equal values in order of id."""
+    top_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceOutput:
+    """What one step brought to one sequence."""
+
+    request_id: int
+    index: int
+    """Which of the request's sequences, from 0."""
+    new_token_ids: tuple[int, ...]
+    """In order; a stop token that ends the sequence is included."""
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    """One per new token, if asked for."""
+    finish_reason: FinishReason | None = None
+    """Set on the sequence's last output."""
+    num_cached_tokens: int | None = None
+    """Prompt tokens taken from the prefix cache; set on the sequence's first output only."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFailure:
+    """This request ended badly; its engine did not. No more outputs follow for it."""
+
+    request_id: int
+    kind: FailureKind
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Gauges and running totals after a step."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    """Requests accepted but not in the running batch (preempted ones included)."""
+    num_waiting_tokens: int = 0
+    """Tokens that these still have to compute."""
+    num_used_kv_blocks: int = 0
+    """Blocks held by at least one sequence; cached but unheld blocks count as free."""
+    num_kv_blocks: int = 0
+    num_preemptions_total: int = 0
+    num_prompt_tokens_total: int = 0
+    num_cached_tokens_total: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutputs:
+    """Everything one step has to say, in one message. Sent without outputs when only the stats changed."""
+
+    step_id: int
+    outputs: tuple[SequenceOutput, ...]
+    failures: tuple[RequestFailure, ...]
+    stats: EngineStats
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFailed:
+    """The engine's own last word: an exception reached its fatal boundary; the process exits right after."""
+
+    exception_type: str
+    message: str
+    """Cut at 2 KB."""
+    traceback: str
+    """Frames without locals, cut at 16 KB from the middle."""
+    phase: Phase
+    step_id: int
+    batch: str
+    """The shapes of the step, such as `num_seqs=3 num_batched_tokens=130`; no text, no ids of tokens."""
+    starting: bool
+    """True if it never was ready."""
+
+
+ToEngine = Submit | Abort | Shutdown
+FromEngine = LoadProgress | Ready | StepOutputs | EngineFailed
