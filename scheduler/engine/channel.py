@@ -1,0 +1,110 @@
+"""The engine's end of its socket: frames in, frames out, never blocking a step.
+
+One thread owns it: the engine's loop reads and writes between steps, so that no second thread competes for the
+interpreter while a step runs. What the front end has not taken yet waits in a buffer; the loop makes no new step while
+that buffer is over its bound (`is_congested`), so a front end that stops reading pauses the engine instead of growing
+it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import threading
+import time
+
+from scheduler.codec import FrameDecoder, Message, encode
+
+OUTBOX_BYTES_MAX = 8 * 1024 * 1024
+_RECV_BYTES = 256 * 1024
+
+
+class FrontEndGoneError(Exception):
+    """The other end of the socket is closed: nobody is left to work for."""
+
+
+class Channel:
+    """Frames over a connected stream socket."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._socket.setblocking(False)
+        self._decoder = FrameDecoder()
+        self._outbox = bytearray()
+        self._lock = threading.Lock()  # only `send_last_words` may come from another thread
+        self.num_messages_received = 0
+
+    @property
+    def is_congested(self) -> bool:
+        """True while more than `OUTBOX_BYTES_MAX` wait to be taken."""
+        return len(self._outbox) > OUTBOX_BYTES_MAX
+
+    def receive(self) -> list[Message]:
+        """All messages that have arrived; never waits.
+
+        Raises:
+            FrontEndGoneError: end of file, or a reset connection.
+            CodecError: the bytes are no frames of ours.
+        """
+        messages: list[Message] = []
+        while True:
+            try:
+                data = self._socket.recv(_RECV_BYTES)
+            except BlockingIOError:
+                break
+            except OSError as error:
+                raise FrontEndGoneError(str(error)) from None
+            if not data:
+                raise FrontEndGoneError("end of file")
+            messages += self._decoder.feed(data)
+        self.num_messages_received += len(messages)
+        return messages
+
+    def send(self, message: Message) -> None:
+        """Queue `message` and write what the socket takes now; never waits.
+
+        Raises:
+            FrontEndGoneError: the other end is closed.
+        """
+        with self._lock:
+            self._outbox += encode(message)
+            self._flush()
+
+    def wait(self) -> None:
+        """Sleep until something arrives or some of the outbox can leave; if congested, only until the latter.
+
+        Raises:
+            FrontEndGoneError: the other end is closed.
+        """
+        readers = [] if self.is_congested else [self._socket]
+        writers = [self._socket] if self._outbox else []
+        _, writable, _ = select.select(readers, writers, [])
+        if writable:
+            with self._lock:
+                self._flush()
+
+    def send_last_words(self, message: Message, *, timeout_s: float) -> None:
+        """Write out everything and `message`, waiting at most `timeout_s`; failure to do so is ignored.
+
+        Callable from any thread: the process ends right after.
+        """
+        if not self._lock.acquire(timeout=timeout_s):
+            return
+        deadline = time.monotonic() + timeout_s
+        self._outbox += encode(message)
+        with contextlib.suppress(FrontEndGoneError, OSError):
+            self._flush()
+            while self._outbox and (remaining_s := deadline - time.monotonic()) > 0:
+                select.select([], [self._socket], [], remaining_s)
+                self._flush()
+
+    def _flush(self) -> None:
+        while self._outbox:
+            try:
+                num_sent = self._socket.send(self._outbox)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                raise FrontEndGoneError(str(error)) from None
+            del self._outbox[:num_sent]

@@ -1,0 +1,198 @@
+"""The engine process: `python -m scheduler.engine.process --socket-fd N --flight-recorder-fd M`.
+
+What lives here: the edges of the process (descriptors, signals, limits, the parent's death) and the fatal boundary:
+whatever exception ends the loop, or any helper thread, is reported once as `EngineFailed` and ends the process. The
+front end logs it; here nothing is logged, so that a death has one record.
+
+The life of an engine: read `EngineConfig`, load (telling progress), say `Ready`, then step until `Shutdown` (exit
+status 0) or until the front end is gone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, NoReturn
+
+from scheduler.codec import Message
+from scheduler.config import EngineConfig, SchedulerConfig
+from scheduler.engine.channel import Channel, FrontEndGoneError
+from scheduler.engine.flight_recorder import FlightRecorder
+from scheduler.flight_record import FlightWriter
+from scheduler.messages import EngineFailed, LoadProgress, Phase, Ready
+
+if TYPE_CHECKING:
+    from scheduler.engine.engine_core import EngineCore
+
+MESSAGE_BYTES_MAX = 2048
+TRACEBACK_CHARS_MAX = 16 * 1024
+LAST_WORDS_TIMEOUT_S = 1.0
+_PR_SET_PDEATHSIG = 1
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run one engine until it is told to stop, or fails."""
+    started_s = time.monotonic()
+    parser = argparse.ArgumentParser(prog="scheduler.engine.process")
+    parser.add_argument("--socket-fd", type=int, required=True)
+    parser.add_argument("--flight-recorder-fd", type=int, required=True)
+    arguments = parser.parse_args(argv)
+
+    _guard_process()
+    channel = Channel(socket.socket(fileno=arguments.socket_fd))
+    recorder = FlightRecorder(
+        FlightWriter(arguments.flight_recorder_fd), time.monotonic_ns, lambda: channel.num_messages_received
+    )
+    boundary = _FatalBoundary(channel, recorder)
+    threading.excepthook = boundary.on_thread_exception
+    try:
+        recorder.enter(Phase.LOADING, 0)
+        core, ready = _load(channel, recorder, started_s)
+        boundary.starting = False
+        channel.send(ready)
+        _run(core, channel, recorder)
+    except FrontEndGoneError:
+        os._exit(0)
+    except BaseException as error:  # noqa: BLE001 the boundary is for whatever there is, SystemExit included
+        boundary.fail(error)
+    os._exit(0)  # Shutdown: native thread pools have nothing to save, and their destructors can hang
+
+
+def _guard_process() -> None:
+    """No core dumps (they delay end-of-file and reaping), no outliving the parent, no share in its Ctrl-C."""
+    faulthandler.enable()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with contextlib.suppress(OSError, AttributeError):  # Linux only; elsewhere end of file on the socket must do
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # A parent that died before the line above sent no signal; its end of the socket is closed, and the first read of
+    # the configuration finds that.
+
+
+def _load(channel: Channel, recorder: FlightRecorder, started_s: float) -> tuple[EngineCore, Ready]:
+    config = _receive_config(channel)
+
+    def on_progress(stage: str) -> None:
+        channel.send(LoadProgress(stage, time.monotonic() - started_s))
+
+    on_progress("imports")
+    # Only now: torch takes seconds to import, and whatever goes wrong in it must reach the fatal boundary.
+    from scheduler.core.scheduler import Scheduler  # noqa: PLC0415
+    from scheduler.engine.engine_core import EngineCore  # noqa: PLC0415
+    from scheduler.model.model_runner import ModelRunner  # noqa: PLC0415
+
+    runner = ModelRunner.load(config, on_progress)
+    info = runner.info
+    scheduler = Scheduler(
+        SchedulerConfig(
+            max_num_seqs=info.max_num_seqs,
+            max_num_batched_tokens=info.max_num_batched_tokens,
+            max_model_len=info.max_model_len,
+            block_size=info.block_size,
+            num_kv_blocks=info.num_kv_blocks,
+        )
+    )
+    core = EngineCore(scheduler, runner, channel.receive, recorder)
+    gc.collect()
+    gc.freeze()  # the model's objects live as long as the process: no collection needs to walk them again
+    ready = Ready(
+        pid=os.getpid(),
+        model_type=info.model_type,
+        num_parameters=info.num_parameters,
+        vocab_size=info.vocab_size,
+        dtype=info.dtype,
+        device=info.device,
+        attention_backend=info.attention_backend,
+        block_size=info.block_size,
+        num_kv_blocks=info.num_kv_blocks,
+        max_model_len=info.max_model_len,
+        max_num_seqs=info.max_num_seqs,
+        max_num_batched_tokens=info.max_num_batched_tokens,
+        startup_s=time.monotonic() - started_s,
+    )
+    return core, ready
+
+
+def _receive_config(channel: Channel) -> EngineConfig:
+    messages: list[Message] = []
+    while not messages:
+        channel.wait()
+        messages = channel.receive()
+    config, *others = messages
+    if not isinstance(config, EngineConfig) or others:
+        raise TypeError("an engine's first message is its EngineConfig, and nothing follows before Ready")
+    channel.num_messages_received = 0
+    return config
+
+
+def _run(core: EngineCore, channel: Channel, recorder: FlightRecorder) -> None:
+    while not core.is_shutting_down:
+        outputs = None if channel.is_congested else core.step()
+        if outputs is not None:
+            recorder.enter(Phase.SEND, recorder.step_id)
+            channel.send(outputs)
+        if not core.has_work or channel.is_congested:
+            recorder.enter(Phase.IDLE, recorder.step_id)
+            channel.wait()
+
+
+class _FatalBoundary:
+    """Turns the exception that ends this engine into its last message."""
+
+    def __init__(self, channel: Channel, recorder: FlightRecorder) -> None:
+        self._channel = channel
+        self._recorder = recorder
+        self._lock = threading.Lock()
+        self.starting = True
+
+    def on_thread_exception(self, args: threading.ExceptHookArgs) -> None:
+        """An engine with a dead helper is deaf or blind: it must not live on."""
+        self.fail(args.exc_value or args.exc_type(), args.exc_traceback)
+
+    def fail(self, error: BaseException, error_traceback: TracebackType | None = None) -> NoReturn:
+        """Report `error` and end the process with status 1."""
+        self._lock.acquire()  # the first failure is the cause; a later one waits here for the end
+        shape = self._recorder.last_shape
+        frames = traceback.format_exception(type(error), error, error_traceback or error.__traceback__)
+        report = EngineFailed(
+            exception_type=f"{type(error).__module__}.{type(error).__qualname__}",
+            message=_cut_end(str(error)),
+            traceback=_cut_middle("".join(frames)),
+            phase=self._recorder.phase,
+            step_id=self._recorder.step_id,
+            batch="" if shape is None else str(shape),
+            starting=self.starting,
+        )
+        self._channel.send_last_words(report, timeout_s=LAST_WORDS_TIMEOUT_S)
+        os._exit(1)
+
+
+def _cut_end(text: str) -> str:
+    encoded = text.encode("utf-8", "replace")
+    if len(encoded) <= MESSAGE_BYTES_MAX:
+        return text
+    return encoded[:MESSAGE_BYTES_MAX].decode("utf-8", "ignore") + "…"
+
+
+def _cut_middle(text: str) -> str:
+    if len(text) <= TRACEBACK_CHARS_MAX:
+        return text
+    half = TRACEBACK_CHARS_MAX // 2
+    return f"{text[:half]}\n  … {len(text) - 2 * half} characters left out …\n{text[-half:]}"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,92 @@
+"""scheduler/codec.py: messages survive the socket, and nothing else does."""
+
+from __future__ import annotations
+
+import math
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler.codec import MAX_FRAME_BYTES, CodecError, FrameDecoder, Message, encode
+from scheduler.config import EngineConfig
+from scheduler.messages import (
+    UINT64_MAX,
+    Abort,
+    EngineFailed,
+    EngineStats,
+    FailureKind,
+    FinishReason,
+    LoadProgress,
+    Phase,
+    Ready,
+    RequestFailure,
+    SamplingParams,
+    SequenceOutput,
+    Shutdown,
+    StepOutputs,
+    StoppingParams,
+    Submit,
+    TokenLogprobs,
+)
+
+MESSAGES: list[Message] = [
+    EngineConfig(model="some/dir", num_threads=2),
+    Submit(
+        request_id=7,
+        prompt_token_ids=tuple(range(5000)),
+        sampling=SamplingParams(
+            temperature=0.5, seed=UINT64_MAX, logit_bias=((3, -1.5), (4, math.inf)), allowed_token_ids=(1, 2)
+        ),
+        stopping=StoppingParams(max_tokens=2**31 - 1, eos_token_ids=(2,), stop_token_ids=(5, 6)),
+        resume_token_ids=(1, 2, 3),
+        priority=-100,
+        cache_salt="salz",
+    ),
+    Abort((1, 2, 3)),
+    Shutdown(),
+    LoadProgress("weights", 1.25),
+    Ready(1, "llama", 10, 20, "float32", "cpu", "cpu", 16, 100, 2048, 64, 512, 3.5),
+    StepOutputs(
+        step_id=9,
+        outputs=(
+            SequenceOutput(7, 0, (11,), (TokenLogprobs(-0.5, 1, (11, 12), (-0.5, -2.0)),), None, 16),
+            SequenceOutput(8, 0, (2,), None, FinishReason.EOS),
+        ),
+        failures=(RequestFailure(9, FailureKind.NON_FINITE),),
+        stats=EngineStats(num_running=2, num_kv_blocks=100),
+    ),
+    EngineFailed("builtins.ValueError", "no", "Traceback …", Phase.EXECUTE, 3, "num_seqs=1", starting=False),
+]
+
+
+@given(st.data())
+def test_every_message_survives_any_cut_of_the_stream(data: st.DataObject) -> None:
+    """However the bytes of several messages are cut into reads, the same messages come out in order."""
+    messages = data.draw(st.lists(st.sampled_from(MESSAGES), max_size=4))
+    stream = b"".join(encode(message) for message in messages)
+    decoder = FrameDecoder()
+    received: list[Message] = []
+    while stream:
+        size = data.draw(st.integers(1, len(stream)))
+        received += decoder.feed(stream[:size])
+        stream = stream[size:]
+    assert received == messages
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        struct.pack("<IB", 0, 0),
+        struct.pack("<IB", MAX_FRAME_BYTES + 1, 0),
+        struct.pack("<IB", 5, 200) + b"abcd",
+        struct.pack("<IB", 5, 1) + b"\xc1\xc1\xc1\xc1",
+        struct.pack("<IB", 2, 1) + b"\x80",
+    ],
+    ids=["empty frame", "oversized", "unknown type", "no msgpack", "fields missing"],
+)
+def test_bytes_that_are_no_frame_are_refused(garbage: bytes) -> None:
+    """A header that cannot be ours, or a body that does not fit its type, raises CodecError instead of a guess."""
+    with pytest.raises(CodecError):
+        FrameDecoder().feed(garbage)
