@@ -1,0 +1,92 @@
+"""scheduler/engine/channel.py: the engine's end of the socket never blocks a step."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from scheduler.codec import FrameDecoder, Message, encode
+from scheduler.engine.channel import OUTBOX_BYTES_MAX, Channel, FrontEndGoneError
+from scheduler.messages import Abort, LoadProgress, Shutdown
+
+Pair = tuple[Channel, socket.socket]
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    """An engine's channel and the front end's raw end."""
+    ours, theirs = socket.socketpair()
+    yield Channel(ours), theirs
+    ours.close()
+    theirs.close()
+
+
+def test_receive_returns_what_is_there_and_never_waits(pair: Pair) -> None:
+    """An empty inbox is an empty list; several frames come in order, and are counted."""
+    channel, front_end = pair
+    assert channel.receive() == []
+    front_end.sendall(encode(Abort((1,))) + encode(Shutdown()))
+    assert channel.receive() == [Abort((1,)), Shutdown()]
+    assert channel.num_messages_received == 2
+
+
+def test_a_front_end_that_does_not_read_pauses_the_engine_and_loses_nothing(pair: Pair) -> None:
+    """Sends return at once with a full socket, the channel says it is congested, and all arrives once it is read."""
+    channel, front_end = pair
+    message = LoadProgress("x" * 100_000, 0.0)
+    count = 0
+    while not channel.is_congested:
+        channel.send(message)
+        count += 1
+    assert count * 100_000 > OUTBOX_BYTES_MAX
+
+    received: list[Message] = []
+    decoder = FrameDecoder()
+
+    def read() -> None:
+        while len(received) < count:
+            received.extend(decoder.feed(front_end.recv(1 << 20)))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    while channel._outbox:
+        channel.wait()
+    reader.join(timeout=60)
+    assert received == [message] * count
+
+
+def test_end_of_file_is_told_after_the_last_message(pair: Pair) -> None:
+    """A front end that closes its end is noticed at the next receive, send or wait."""
+    channel, front_end = pair
+    front_end.close()
+    with pytest.raises(FrontEndGoneError):
+        channel.receive()
+    with pytest.raises(FrontEndGoneError):
+        channel.send(Shutdown())
+
+
+def test_last_words_follow_what_was_still_waiting(pair: Pair) -> None:
+    """A dying engine's report comes after whole earlier frames, never inside one."""
+    channel, front_end = pair
+    for _ in range(40):
+        channel.send(LoadProgress("y" * 10_000, 0.0))
+    thread = threading.Thread(target=lambda: channel.send_last_words(Shutdown(), timeout_s=30))
+    thread.start()
+    decoder = FrameDecoder()
+    received: list[Message] = []
+    while len(received) < 41:
+        received += decoder.feed(front_end.recv(1 << 16))
+    thread.join(timeout=60)
+    assert received[-1] == Shutdown()
+
+
+def test_last_words_give_up_on_a_front_end_that_does_not_read(pair: Pair) -> None:
+    """A blocked socket delays a death by the bound given, not for ever."""
+    channel, _ = pair
+    while not channel.is_congested:
+        channel.send(LoadProgress("z" * 100_000, 0.0))
+    channel.send_last_words(Shutdown(), timeout_s=0.05)
+    assert channel.is_congested

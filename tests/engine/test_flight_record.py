@@ -1,0 +1,73 @@
+"""scheduler/flight_record.py: what the front end reads is what the engine last did."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from scheduler.flight_record import NUM_STEPS, SIZE_BYTES, FlightReader, FlightWriter, StepShape
+from scheduler.messages import Phase
+
+
+@pytest.fixture
+def fd() -> Iterator[int]:
+    fd = os.memfd_create("test")
+    os.ftruncate(fd, SIZE_BYTES)
+    yield fd
+    os.close(fd)
+
+
+def shape(step_id: int) -> StepShape:
+    return StepShape(step_id, num_seqs=3, num_batched_tokens=130, num_new=1, num_preempted=0, max_query_len=128)
+
+
+def test_an_unwritten_record_reads_as_loading(fd: int) -> None:
+    """Before the engine's first store the record says LOADING and has no steps."""
+    record = FlightReader(fd).read()
+    assert (record.phase, record.steps, record.batch) == (Phase.LOADING, (), "")
+
+
+def test_the_last_steps_are_kept_newest_first(fd: int) -> None:
+    """The ring holds the last NUM_STEPS shapes, however many steps were made."""
+    writer, reader = FlightWriter(fd), FlightReader(fd)
+    for step_id in range(1, 3 * NUM_STEPS):
+        writer.enter(Phase.EXECUTE, now_ns=step_id, step_id=step_id, num_messages_received=5)
+        writer.record(shape(step_id))
+    record = reader.read()
+    newest = 3 * NUM_STEPS - 1
+    assert (record.phase, record.since_monotonic_ns, record.step_id) == (Phase.EXECUTE, newest, newest)
+    assert record.num_messages_received == 5
+    assert [s.step_id for s in record.steps] == list(range(newest, newest - NUM_STEPS, -1))
+    assert "num_batched_tokens=130" in record.batch
+
+
+def test_the_record_outlives_a_writer_killed_by_sigkill(fd: int) -> None:
+    """After SIGKILL in the middle of a step the reader knows the step, its phase and its shape."""
+    code = (
+        "import sys, time\n"
+        "from scheduler.flight_record import FlightWriter, StepShape\n"
+        "from scheduler.messages import Phase\n"
+        "writer = FlightWriter(int(sys.argv[1]))\n"
+        "writer.record(StepShape(41, 3, 130, 1, 0, 128))\n"
+        "writer.enter(Phase.EXECUTE, now_ns=7, step_id=41, num_messages_received=9)\n"
+        "print('written', flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(fd)], pass_fds=[fd], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"written\n"
+        os.kill(child.pid, signal.SIGKILL)
+    record = FlightReader(fd).read()
+    assert (record.phase, record.step_id, record.num_messages_received) == (Phase.EXECUTE, 41, 9)
+    assert record.steps == (shape(41),)
+
+
+def test_a_writer_killed_in_mid_store_does_not_hang_the_reader(fd: int) -> None:
+    """A sequence counter left odd is read as it is."""
+    os.pwrite(fd, (1).to_bytes(8, "little") + int(Phase.SEND).to_bytes(8, "little"), 0)
+    assert FlightReader(fd).read().phase is Phase.SEND

@@ -1,0 +1,79 @@
+"""scheduler/engine/process.py: an engine process reports its own failure, and never outlives its front end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from scheduler.codec import FrameDecoder, Message, encode
+from scheduler.config import EngineConfig
+from scheduler.flight_record import SIZE_BYTES
+from scheduler.messages import EngineFailed
+
+EXIT_TIMEOUT_S = 120
+
+
+@contextmanager
+def engine_process() -> Iterator[tuple[subprocess.Popen[bytes], socket.socket]]:
+    ours, theirs = socket.socketpair()
+    fd = os.memfd_create("flight")
+    os.ftruncate(fd, SIZE_BYTES)
+    command = [sys.executable, "-m", "scheduler.engine.process"]
+    command += ["--socket-fd", str(theirs.fileno()), "--flight-recorder-fd", str(fd)]
+    child = subprocess.Popen(command, pass_fds=[theirs.fileno(), fd], stderr=subprocess.PIPE, process_group=0)
+    theirs.close()
+    os.close(fd)
+    try:
+        yield child, ours
+    finally:
+        ours.close()
+        child.kill()
+        child.communicate()
+
+
+def read_all(connection: socket.socket) -> list[Message]:
+    """Every message until the end of file."""
+    connection.settimeout(EXIT_TIMEOUT_S)
+    decoder = FrameDecoder()
+    messages: list[Message] = []
+    while data := connection.recv(1 << 16):
+        messages += decoder.feed(data)
+    return messages
+
+
+def test_a_failing_start_is_one_report_and_status_1(tmp_path: Path) -> None:
+    """A model that cannot be loaded ends as EngineFailed(starting) with its traceback, and nothing on stderr."""
+    with engine_process() as (child, connection):
+        connection.sendall(encode(EngineConfig(model=str(tmp_path))))
+        report = read_all(connection)[-1]
+        assert isinstance(report, EngineFailed)
+        assert report.starting
+        assert report.traceback.startswith("Traceback")
+        assert child.wait(EXIT_TIMEOUT_S) == 1
+        assert child.stderr is not None
+        assert b"Traceback" not in child.stderr.read()
+
+
+def test_an_engine_whose_front_end_closes_the_socket_ends() -> None:
+    """End of file before the configuration ends the process quietly: there is nobody to work for."""
+    with engine_process() as (child, connection):
+        connection.close()
+        assert child.wait(EXIT_TIMEOUT_S) == 0
+
+
+def test_a_terminal_interrupt_does_not_reach_the_engine(tmp_path: Path) -> None:
+    """Ctrl-C is the front end's to handle: an engine that is loading goes on and ends by its own failure instead."""
+    with engine_process() as (child, connection):
+        connection.sendall(encode(EngineConfig(model=str(tmp_path))))
+        connection.settimeout(EXIT_TIMEOUT_S)
+        first = connection.recv(1, socket.MSG_PEEK)  # the first progress: the process is up
+        assert first
+        os.kill(child.pid, signal.SIGINT)
+        assert isinstance(read_all(connection)[-1], EngineFailed)
+        assert child.wait(EXIT_TIMEOUT_S) == 1
