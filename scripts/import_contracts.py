@@ -7,6 +7,7 @@ not on the list; and its `protected` type refuses a package that nobody imports 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import grimp
 from importlinter import Contract, ContractCheck, fields, output
@@ -29,8 +30,8 @@ class OnlyContract(_PairsContract):
 
     type_name = "only"
 
-    source_modules = fields.ListField(subfield=fields.StringField())
-    allowed_modules = fields.ListField(subfield=fields.StringField())
+    source_modules: Any = fields.ListField(subfield=fields.StringField())
+    allowed_modules: Any = fields.ListField(subfield=fields.StringField())
 
     def check(self, graph: grimp.ImportGraph, verbose: bool) -> ContractCheck:  # noqa: ARG002 - the base class's
         strays = [
@@ -44,18 +45,21 @@ class OnlyContract(_PairsContract):
 
 
 class ReservedContract(_PairsContract):
-    """`reserved_modules` and what is beneath them are imported by `allowed_importers` and by each other alone."""
+    """`reserved_modules` and what is beneath them, less `open_modules`, are imported by `allowed_importers` and by each
+    other alone.
+    """
 
     type_name = "reserved"
 
-    reserved_modules = fields.ListField(subfield=fields.StringField())
-    allowed_importers = fields.ListField(subfield=fields.StringField())
+    reserved_modules: Any = fields.ListField(subfield=fields.StringField())
+    open_modules: Any = fields.ListField(subfield=fields.StringField(), required=False, default=[])
+    allowed_importers: Any = fields.ListField(subfield=fields.StringField())
 
     def check(self, graph: grimp.ImportGraph, verbose: bool) -> ContractCheck:  # noqa: ARG002 - the base class's
         strays = [
             (importer, imported)
             for imported in sorted(graph.modules)
-            if _within(imported, self.reserved_modules)
+            if _within(imported, self.reserved_modules) and not _within(imported, self.open_modules)
             for importer in sorted(graph.find_modules_that_directly_import(imported))
             if not _within(importer, [*self.allowed_importers, *self.reserved_modules])
         ]
