@@ -1,0 +1,147 @@
+"""What can go wrong with one call, as exceptions.
+
+What lives here: the classes that the service raises at a caller, with the few values their status needs. What must
+not: gRPC codes (`status.py` holds the only table), exception text of others, text of users. A new instance is raised
+for each call: an exception shared by many streams would grow its traceback with each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from scheduler.errors import EmberlineError
+
+
+class CallError(EmberlineError):
+    """Base of all errors that end a call with a status."""
+
+
+@dataclass(frozen=True, slots=True)
+class FieldViolation:
+    """One field at fault. Neither part holds what the caller sent, apart from numbers."""
+
+    field: str
+    """Its path in the request, such as `sampling.top_p` or `token_ids.ids[3]`."""
+    description: str
+    """What it must be, with the bounds."""
+
+
+class InvalidRequestError(CallError):
+    """The request breaks rules of the protocol; it holds all violations found. INVALID_ARGUMENT."""
+
+    def __init__(self, violations: Sequence[FieldViolation]) -> None:
+        super().__init__("the request is not valid")
+        self.violations = tuple(violations)
+
+
+class TemplateError(CallError):
+    """The model's chat template refuses the conversation. INVALID_ARGUMENT, without the template's own words: they may
+    quote the conversation."""
+
+    def __init__(self) -> None:
+        super().__init__("the model's chat template refuses this conversation")
+
+
+class NoChatTemplateError(CallError):
+    """The served model has no chat template. FAILED_PRECONDITION."""
+
+    def __init__(self) -> None:
+        super().__init__("the served model has no chat template; send text or token_ids")
+
+
+class UnsupportedOptionError(CallError):
+    """The request is valid but uses what this build does not support. UNIMPLEMENTED."""
+
+    def __init__(self, options: Sequence[str]) -> None:
+        super().__init__("not supported in this version: " + ", ".join(options))
+        self.options = tuple(options)
+
+
+class UnknownModelError(CallError):
+    """Another model than the served one is asked for. NOT_FOUND."""
+
+    def __init__(self, served_model_name: str) -> None:
+        super().__init__("no such model here")
+        self.served_model_name = served_model_name
+
+
+class DuplicateRequestIdError(CallError):
+    """A live call has this request_id already. ALREADY_EXISTS."""
+
+    def __init__(self) -> None:
+        super().__init__("a live request has this request_id")
+
+
+class QueueFullError(CallError):
+    """No place in the queue. RESOURCE_EXHAUSTED."""
+
+    def __init__(self, retry_after_s: float) -> None:
+        super().__init__("the queue is full")
+        self.retry_after_s = retry_after_s
+
+
+class SlowReaderError(CallError):
+    """The caller reads more slowly than the limits allow. RESOURCE_EXHAUSTED."""
+
+    def __init__(self) -> None:
+        super().__init__("the stream is read too slowly")
+
+
+class NeverFitsError(CallError):
+    """The request could not finish even with the whole KV pool to itself. INVALID_ARGUMENT."""
+
+    def __init__(self) -> None:
+        super().__init__("prompt and max_tokens together can never fit into this server's KV pool")
+
+
+class EngineStartingError(CallError):
+    """No engine is ready yet. UNAVAILABLE."""
+
+    def __init__(self, retry_after_s: float) -> None:
+        super().__init__("the engine is starting")
+        self.retry_after_s = retry_after_s
+
+
+class DrainingError(CallError):
+    """The server takes no new calls: it is about to stop. UNAVAILABLE."""
+
+    def __init__(self, retry_after_s: float) -> None:
+        super().__init__("the server is draining")
+        self.retry_after_s = retry_after_s
+
+
+class EngineDeadError(CallError):
+    """The engine that had this request, or the only one there was, is dead. UNAVAILABLE."""
+
+    def __init__(self, death_id: str, *, in_step: bool, retry_after_s: float | None) -> None:
+        """`in_step`: the request was in the dying step, so it may be the killer and must not be retried.
+        `retry_after_s`: expected time to serve again; None: it will not."""
+        super().__init__("the engine died")
+        self.death_id = death_id
+        self.in_step = in_step
+        self.retry_after_s = retry_after_s
+
+
+class NonFiniteError(CallError):
+    """The model gave this request logits that are no numbers. INTERNAL, never retried."""
+
+    def __init__(self) -> None:
+        super().__init__("the model's output for this request is not finite")
+
+
+class DeadlineExceededError(CallError):
+    """The caller's deadline passed. DEADLINE_EXCEEDED."""
+
+    def __init__(self, where: str) -> None:
+        """`where` is one of our own words, such as `queue` or `decode`."""
+        super().__init__("the deadline passed")
+        self.where = where
+
+
+class InternalError(CallError):
+    """Our own bug; the log has the cause under this id. INTERNAL."""
+
+    def __init__(self, incident_id: str) -> None:
+        super().__init__("internal error")
+        self.incident_id = incident_id
