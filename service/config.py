@@ -1,0 +1,351 @@
+"""What the server was asked to be: one frozen `ServerConfig`, checked once.
+
+What lives here: every flag with its unit, default and check. What must not: I/O beyond asking whether a path exists.
+A flag on the command line beats `EMBERLINE_<NAME>` in the environment, which beats the default. A flag whose feature
+this version lacks is refused unless it has its neutral value: silence would be a lie.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from scheduler.config import EngineConfig
+from scheduler.errors import ConfigurationError, StartupError
+from scheduler.logs import LEVELS, LogFormat, default_format
+
+DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
+ENVIRONMENT_PREFIX = "EMBERLINE_"
+REQUEST_BYTES_BASE = 4 * 1024 * 1024
+REQUEST_BYTES_PER_TOKEN = 64
+"""Far more than a token of text or of ids takes; what a longer prompt would need is over its limit in tokens anyway."""
+CONTEXT_TOKENS_UNKNOWN = 128 * 1024
+_SIZE_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """The effective flags; `parse` makes it. Names are those of the flags, with units where the flag's text has one."""
+
+    model: str
+    served_model_name: str
+    revision: str | None
+    trust_remote_code: bool
+    host: str
+    port: int
+    dtype: str
+    device: str
+    attention_backend: str
+    threads: int | None
+    max_model_len: int | None
+    max_prompt_tokens: int | None
+    max_output_tokens: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int | None
+    num_kv_blocks: int | None
+    kv_cache_memory_bytes: int | None
+    gpu_memory_utilization: float
+    max_queue_requests: int
+    max_queue_tokens: int
+    step_deadline_s: float
+    drain_grace_s: float
+    log_format: LogFormat
+    log_level: str
+    termination_log: Path | None
+
+    @property
+    def address(self) -> str:
+        """What to bind, as gRPC writes it."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+    def engine_config(self) -> EngineConfig:
+        """The engine's share."""
+        return EngineConfig(
+            model=self.model,
+            revision=self.revision,
+            trust_remote_code=self.trust_remote_code,
+            dtype=self.dtype,
+            device=self.device,
+            attention_backend=self.attention_backend,
+            num_threads=self.threads,
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            block_size=self.block_size,
+            num_kv_blocks=self.num_kv_blocks,
+            kv_cache_memory_bytes=self.kv_cache_memory_bytes,
+            gpu_memory_utilization=self.gpu_memory_utilization,
+        )
+
+    def max_request_bytes(self) -> int:
+        """Largest request message: room for the largest legal prompt, and for options over the whole vocabulary."""
+        context = self.max_prompt_tokens or self.max_model_len or _context_tokens(Path(self.model))
+        return REQUEST_BYTES_BASE + REQUEST_BYTES_PER_TOKEN * context
+
+
+def _context_tokens(model: Path) -> int:
+    try:
+        value = json.loads((model / "config.json").read_text()).get("max_position_embeddings")
+    except (OSError, ValueError, AttributeError):
+        return CONTEXT_TOKENS_UNKNOWN
+    return value if isinstance(value, int) and 0 < value < 2**24 else CONTEXT_TOKENS_UNKNOWN
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One flag: how its text becomes a value."""
+
+    name: str
+    parse: Callable[[str], Any]
+    default: Any
+    help: str
+    metavar: str = "N"
+    choices: tuple[str, ...] = ()
+    field: str = ""
+    """The field of `ServerConfig`, where it is not the flag's own name."""
+    is_switch: bool = False
+
+    @property
+    def key(self) -> str:
+        """The name as an identifier."""
+        return self.name.replace("-", "_")
+
+    @property
+    def variable(self) -> str:
+        """The environment variable."""
+        return ENVIRONMENT_PREFIX + self.key.upper()
+
+
+def _integer(low: int, high: int = 2**31 - 1) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise ValueError(f"must be a whole number, not {text!r}") from None
+        if not low <= value <= high:
+            raise ValueError(f"must be between {low} and {high}, not {value}")
+        return value
+
+    return parse
+
+
+def _number(low: float, high: float, *, above: bool = False) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise ValueError(f"must be a number, not {text!r}") from None
+        if not math.isfinite(value) or value > high or value < low or (above and value == low):
+            raise ValueError(f"must be {'above' if above else 'at least'} {low:g} and at most {high:g}, not {text}")
+        return value
+
+    return parse
+
+
+def _size(text: str) -> int:
+    number = text.strip().upper().removesuffix("B").removesuffix("I")
+    unit = number[-1:] if number[-1:] in _SIZE_UNITS else ""
+    try:
+        value = float(number.removesuffix(unit)) * _SIZE_UNITS[unit]
+    except ValueError:
+        raise ValueError(f"must be a size such as 512M or 2GiB, not {text!r}") from None
+    if not 2**20 <= value < 2**63:
+        raise ValueError(f"must be at least 1MiB, not {text!r}")
+    return int(value)
+
+
+def _switch(text: str) -> bool:
+    if text.lower() in ("1", "true", "yes", "on"):
+        return True
+    if text.lower() in ("0", "false", "no", "off", ""):
+        return False
+    raise ValueError(f"must be true or false, not {text!r}")
+
+
+def _text(text: str) -> str:
+    if not text or not text.isprintable():
+        raise ValueError("must be a printable, non-empty text")
+    return text
+
+
+def _model(text: str) -> str:
+    path = Path(_text(text)).expanduser()
+    if path.is_dir():
+        return str(path)
+    looks_like_path = text.startswith(("/", ".", "~")) or text.count("/") > 1
+    if looks_like_path:
+        raise ValueError(f"no such directory: {text}")
+    return text
+
+
+def _host(text: str) -> str:
+    host = text.removeprefix("[").removesuffix("]")
+    if ":" in host:
+        try:
+            ipaddress.ip_address(host)
+        except ValueError:
+            raise ValueError(f"must be a host name or an address without a port, not {text!r}") from None
+    return _text(host)
+
+
+def _path(text: str) -> Path:
+    path = Path(text).expanduser()
+    if path.is_dir() or not path.parent.is_dir():
+        raise ValueError(f"must be a file in a directory that exists, not {text!r}")
+    target = path if path.exists() else path.parent
+    if not os.access(target, os.W_OK):
+        raise ValueError(f"cannot be written: {text}")
+    return path
+
+
+FLAGS = (
+    Flag("model", _model, None, "directory or hub name that transformers can load (default: the small model that "
+         "scripts/install fetches)", "DIR|NAME"),
+    Flag("served-model-name", _text, None, "name that requests use (default: the last part of --model)", "NAME"),
+    Flag("revision", _text, None, "revision of a hub model (default: its main branch)", "REV"),
+    Flag("trust-remote-code", _switch, False, "run Python code that comes with the model", is_switch=True),
+    Flag("host", _host, "127.0.0.1", "address to listen on", "HOST"),
+    Flag("port", _integer(0, 65535), 50051, "port to listen on; 0 picks a free one", "PORT"),
+    Flag("dtype", _text, "auto", "precision; auto is float32 on a CPU, the checkpoint's own on a GPU", "TYPE",
+         ("auto", "float32", "bfloat16", "float16")),
+    Flag("device", _text, "auto", "auto takes a GPU where there is one", "DEVICE", ("auto", "cpu", "cuda")),
+    Flag("attention-backend", _text, "auto", "auto fits the device", "NAME", ("auto", "flash", "cpu", "reference")),
+    Flag("threads", _integer(1, 1024), None, "compute threads of the engine (default: one per usable core)"),
+    Flag("max-model-len", _integer(2), None, "tokens of prompt and output together (default: the model's own limit)"),
+    Flag("max-prompt-tokens", _integer(1), None, "tokens of a prompt (default: --max-model-len less one)"),
+    Flag("max-output-tokens", _integer(1), 2048, "tokens of an output, and what absent max_tokens means"),
+    Flag("max-num-seqs", _integer(1, 4096), 64, "sequences in one step"),
+    Flag("max-num-batched-tokens", _integer(1, 2**20), 512, "tokens in one step; at least --max-num-seqs"),
+    Flag("block-size", _integer(1, 4096), None, "tokens per KV block (default: the attention backend's choice)"),
+    Flag("num-kv-blocks", _integer(1), None, "KV blocks in the pool (default: as many as memory allows)"),
+    Flag("kv-cache-memory", _size, None, "memory of the KV pool, such as 512M or 2GiB (default: measured)", "SIZE",
+         field="kv_cache_memory_bytes"),
+    Flag("gpu-memory-utilization", _number(0, 1, above=True), 0.9, "share of the GPU's memory to use", "SHARE"),
+    Flag("max-queue-requests", _integer(1, 10**6), 1024, "requests that may wait for their first token; more are "
+         "told QUEUE_FULL"),
+    Flag("max-queue-tokens", _integer(1, 10**9), 1_000_000, "prompt tokens that may wait for a first token"),
+    Flag("step-deadline", _number(0.1, 3600), 10.0, "seconds after which a step without progress is a dead engine",
+         "SECONDS", field="step_deadline_s"),
+    Flag("drain-grace", _number(0, 86400), 30.0, "seconds that live streams get after SIGTERM", "SECONDS",
+         field="drain_grace_s"),
+    Flag("log-format", _text, None, "default: console where stderr is a terminal, else json", "FORMAT",
+         ("json", "console")),
+    Flag("log-level", _text, "info", "what is below is not logged", "LEVEL", tuple(LEVELS)),
+    Flag("termination-log", _path, None, "file that gets the root cause when the exit code is 3 or 4", "FILE"),
+)  # fmt: skip
+
+NOT_YET = (
+    Flag("health-port", str, None, "health alone, in plaintext", "PORT"),
+    Flag("quantization", str, "none", "weights in fewer bits", "NAME"),
+    Flag("replicas", str, "1", "engines in this server"),
+    Flag("on-engine-death", str, "fail", "fail ends streams UNAVAILABLE; replay lets them go on", "fail|replay"),
+    Flag("max-engine-restarts", str, "0", "restarts of a dead engine"),
+    Flag("standby", str, "0", "a warm second engine", "0|1"),
+    Flag("metrics-port", str, None, "metrics", "PORT"),
+    Flag("crash-dir", str, None, "crash reports", "DIR"),
+    Flag("tls-cert", str, None, "certificate chain", "FILE"),
+    Flag("tls-key", str, None, "private key", "FILE"),
+    Flag("tls-client-ca", str, None, "authorities of client certificates", "FILE"),
+    Flag("enable-admin", _switch, False, "AdminService", is_switch=True),
+)
+"""Flags of later versions, each refused unless it has the value that changes nothing."""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Declare every flag; values stay text until `parse`, so that flag and environment are checked alike."""
+    for flag in FLAGS + NOT_YET:
+        note = f" [{'|'.join(flag.choices)}]" if flag.choices else ""
+        if flag.default not in (None, False):
+            note += f" (default: {flag.default})"
+        if flag in NOT_YET:
+            note += " (not available in this version)"
+        help_text = f"{flag.help}{note}; {flag.variable}".replace("%", "%%")
+        if flag.is_switch:
+            parser.add_argument(f"--{flag.name}", action="store_const", const="true", help=help_text)
+        else:
+            parser.add_argument(f"--{flag.name}", metavar=flag.metavar, help=help_text)
+
+
+def parse(arguments: argparse.Namespace, environ: Mapping[str, str]) -> ServerConfig:
+    """The effective configuration.
+
+    Raises:
+        ConfigurationError: a value is out of range, or flags contradict each other; names the flag or the variable.
+        StartupError: no model was asked for and the default one is not installed.
+    """
+    for flag in NOT_YET:
+        source, text = _given(flag, arguments, environ)
+        if text is not None and _value(flag, source, text) != flag.default:
+            raise ConfigurationError(f"{source}={text}: not available in this version")
+    values: dict[str, Any] = {}
+    for flag in FLAGS:
+        source, text = _given(flag, arguments, environ)
+        values[flag.field or flag.key] = flag.default if text is None else _value(flag, source, text)
+    if values["model"] is None:
+        values["model"] = _default_model(environ)
+    values["served_model_name"] = values["served_model_name"] or Path(values["model"]).name
+    values["log_format"] = values["log_format"] or default_format()
+    config = ServerConfig(**{field.name: values[field.name] for field in fields(ServerConfig)})
+    _check_together(config)
+    return config
+
+
+def _given(flag: Flag, arguments: argparse.Namespace, environ: Mapping[str, str]) -> tuple[str, str | None]:
+    text = getattr(arguments, flag.key)
+    if text is not None:
+        return f"--{flag.name}", text
+    return flag.variable, environ.get(flag.variable)
+
+
+def _value(flag: Flag, source: str, text: str) -> Any:
+    if flag.choices and text not in flag.choices:
+        raise ConfigurationError(f"{source} must be one of {', '.join(flag.choices)}, not {text!r}")
+    try:
+        return flag.parse(text)
+    except ValueError as error:
+        hint = ""
+        if source == "EMBERLINE_PORT" and text.startswith("tcp://"):
+            hint = " (Kubernetes sets this for a Service called emberline: set enableServiceLinks: false)"
+        raise ConfigurationError(f"{source} {error}{hint}") from None
+
+
+def _default_model(environ: Mapping[str, str]) -> str:
+    cache = Path(environ.get("EMBERLINE_CACHE") or "~/.cache/emberline").expanduser()
+    path = cache / "models" / DEFAULT_MODEL_NAME
+    if not (path / "config.json").is_file():
+        raise StartupError(
+            f"the default model is not installed in {path}: run scripts/install in a clone of Emberline, or give --model"
+        )
+    return str(path)
+
+
+def _check_together(config: ServerConfig) -> None:
+    def refuse(why: str) -> None:
+        raise ConfigurationError(why)
+
+    if config.max_num_batched_tokens < config.max_num_seqs:
+        refuse(
+            f"--max-num-batched-tokens ({config.max_num_batched_tokens}) must be at least --max-num-seqs "
+            f"({config.max_num_seqs}): each running sequence takes one token of a step"
+        )
+    if config.max_model_len and config.max_prompt_tokens and config.max_prompt_tokens >= config.max_model_len:
+        refuse(
+            f"--max-prompt-tokens ({config.max_prompt_tokens}) must be below --max-model-len ({config.max_model_len}):"
+            " a request has at least one output token"
+        )
+    if config.num_kv_blocks and config.kv_cache_memory_bytes:
+        refuse("--num-kv-blocks and --kv-cache-memory both size the KV pool: give one")
+
+
+def flag_names() -> Sequence[str]:
+    """All flags, those of later versions included."""
+    return [flag.name for flag in FLAGS + NOT_YET]
