@@ -1,0 +1,137 @@
+"""A request and its sequences: what is known of them, and which moves their lives allow.
+
+What lives here: plain state, the table of legal moves, the order of precedence. What must not: decisions about who
+runs (`scheduler.py`), or about blocks (`kv_cache_manager.py`).
+
+A request is what a caller submitted; a sequence is one stream of tokens of it. There is one sequence per request
+today; the model already holds several, because they will fork after the shared prompt.
+
+A sequence knows its `token_ids` (prompt, then output; resumed tokens are output) and `num_computed_tokens`, the number
+of those whose KV is known to be written. It has no phase: each step lets the second catch up with the first, and a
+step that computes the last known token yields the next one. `move_to` is the only way to change `status`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from scheduler.messages import SamplingParams, StoppingParams, Submit
+
+Order = tuple[int, int, int]
+"""(-priority, arrival, index): the smaller goes first. Total and fixed for life, also across preemptions."""
+
+
+class SequenceStatus(Enum):
+    WAITING = "waiting"
+    """Never ran; the runner has not heard of it."""
+    RUNNING = "running"
+    """Holds a seat and the blocks of all its known tokens."""
+    PREEMPTED = "preempted"
+    """Ran, lost seat and blocks, and will run again."""
+    FINISHED = "finished"
+    """Ended, failed or aborted: holds nothing."""
+
+
+LEGAL_MOVES: dict[SequenceStatus, frozenset[SequenceStatus]] = {
+    SequenceStatus.WAITING: frozenset({SequenceStatus.RUNNING, SequenceStatus.FINISHED}),
+    SequenceStatus.RUNNING: frozenset({SequenceStatus.PREEMPTED, SequenceStatus.FINISHED}),
+    SequenceStatus.PREEMPTED: frozenset({SequenceStatus.RUNNING, SequenceStatus.FINISHED}),
+    SequenceStatus.FINISHED: frozenset(),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One stream of tokens. Compared by identity."""
+
+    seq_id: int
+    request: Request
+    index: int
+    order: Order
+    token_ids: list[int]
+    status: SequenceStatus = SequenceStatus.WAITING
+    num_computed_tokens: int = 0
+    is_caught_up: bool = False
+    """Running, and from now on each step computes exactly its newest token and samples the next."""
+    num_cached_tokens: int = 0
+    """Prompt tokens the prefix cache gave when it first ran."""
+    is_first_output_due: bool = True
+
+    # Copies of the request's values, because every step reads them for every sequence.
+    request_id: int = field(init=False)
+    stop_ids: frozenset[int] = field(init=False)
+    num_tokens_max: int = field(init=False)
+
+    # Owned by `kv_cache_manager.py`.
+    block_table: list[int] = field(default_factory=list)
+    num_registered_blocks: int = 0
+    """Leading blocks of the table that were found in, or offered to, the prefix cache."""
+    last_content_id: int | str = ""
+    """The prefix cache's name for the content of those blocks."""
+
+    # Owned by `scheduler.py`.
+    growth_step_id: int = 0
+    """The step that needs one more block; 0 if none is foreseen."""
+
+    def __post_init__(self) -> None:
+        self.request_id = self.request.request_id
+        self.stop_ids = self.request.stop_ids
+        self.num_tokens_max = self.request.num_tokens_max
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.request.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
+
+    def move_to(self, status: SequenceStatus) -> None:
+        assert status in LEGAL_MOVES[self.status], f"sequence {self.seq_id}: {self.status} may not become {status}"
+        self.status = status
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """What was submitted, and the sequences that answer it."""
+
+    request_id: int
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    stopping: StoppingParams
+    cache_salt: str
+    cache_bypass: bool
+    stop_ids: frozenset[int]
+    """EOS ids and the caller's stop tokens: any of them may end a sequence."""
+    num_tokens_max: int
+    """Prompt + output tokens at which a sequence ends at the latest."""
+    sequences: list[Sequence] = field(default_factory=list)
+
+    @property
+    def is_finished(self) -> bool:
+        return all(sequence.status is SequenceStatus.FINISHED for sequence in self.sequences)
+
+
+def make_request(submit: Submit, *, arrival: int, seq_id: int, max_model_len: int) -> Request:
+    """Build the request and its one sequence. `arrival` counts requests; `seq_id` is never used again."""
+    num_prompt_tokens = len(submit.prompt_token_ids)
+    request = Request(
+        request_id=submit.request_id,
+        num_prompt_tokens=num_prompt_tokens,
+        sampling=submit.sampling,
+        stopping=submit.stopping,
+        cache_salt=submit.cache_salt,
+        cache_bypass=submit.cache_bypass,
+        stop_ids=frozenset(submit.stopping.eos_token_ids + submit.stopping.stop_token_ids),
+        num_tokens_max=min(num_prompt_tokens + submit.stopping.max_tokens, max_model_len),
+    )
+    sequence = Sequence(
+        seq_id=seq_id,
+        request=request,
+        index=0,
+        order=(-submit.priority, arrival, 0),
+        token_ids=[*submit.prompt_token_ids, *submit.resume_token_ids],
+    )
+    request.sequences.append(sequence)
+    return request

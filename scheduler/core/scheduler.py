@@ -1,0 +1,439 @@
+"""Who computes what in the next step, and what came of the last one.
+
+What lives here: the decisions. What must not: a clock, I/O, threads, randomness, logging, tensors; the same calls in
+the same order give the same plans.
+
+**One step is one forward pass.** There is no prefill phase and no decode phase: each running sequence's
+`num_computed_tokens` catches up with its tokens under the budget `max_num_batched_tokens`. A sequence that has caught
+up takes one token of every step, so a long prompt is chunked around the decodes, never ahead of them. What is left
+goes out in order of precedence.
+
+**Order of precedence**: higher priority, then earlier arrival; fixed for life. Admissions come from the front of the
+line and skip nobody; victims come off the end of the running list. So those who run come before all of their own
+priority who wait, and a waiting sequence of higher priority than the last running one takes its place as soon as it
+needs its seat or blocks.
+
+**Why everything ends.** A sequence is let in with the blocks of all its known tokens and asks for more only as its
+output grows. If there are none, the last running sequence is preempted: it loses its blocks, keeps its tokens and
+recomputes later. The first in precedence is thus never a victim while anyone else runs; alone it fits, or it would
+have been refused (`RequestNeverFitsError`, or CONTEXT_LIMIT at the pool's size). It gets a token in every step: the
+budget is at least the number of seats and it sits on one. When it ends, the next is first.
+
+**Why there is little thrash.** Nobody is let in beside others unless the pool could then feed the growth of all for
+`_HEADROOM_STEPS` more steps (at most an eighth of the pool is kept for that), and a sequence preempted in a step does
+not come back in the same one.
+
+**Between schedule() and update_from_output()** requests may be added and aborted. An abort frees blocks at once though
+the step in flight may still write to them. That is safe because (1) they can be handed out by the next plan at the
+earliest, and steps run in the order of their plans, so the late write lands before the new holder's; (2) a block
+becomes findable only when all its tokens' steps were updated, and nobody writes to it afterwards; (3) the update
+ignores the sequence. None of these needs the step to be over when the next one is planned. What does need it is that
+the tokens to compute are known: so schedule() and update_from_output() alternate, which is asserted.
+
+**Why a steady step is cheap.** While the same sequences decode, the plan's lists are those of the last plan, and the
+sequences that need a block in this step are found in `_growth`, by the step's id, without looking at the others.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Iterable
+from operator import attrgetter
+
+from scheduler.config import SchedulerConfig
+from scheduler.core.kv_cache_manager import KVCacheManager
+from scheduler.core.output import StepPlan, StepResult
+from scheduler.core.plan_draft import Chunk, PlanDraft
+from scheduler.core.request import Request, Sequence, SequenceStatus, make_request
+from scheduler.core.request_queue import RequestQueue
+from scheduler.core.stopping import finish_reason_after
+from scheduler.errors import ConfigurationError, RequestNeverFitsError
+from scheduler.messages import (
+    EngineStats,
+    FailureKind,
+    FinishReason,
+    RequestFailure,
+    SequenceOutput,
+    Submit,
+    TokenLogprobs,
+)
+
+_HEADROOM_STEPS = 32
+"""Steps of everyone's growth that must be free when one more sequence is let in."""
+_HEADROOM_POOL_SHARE = 8
+"""The headroom is at most the pool divided by this."""
+
+_RUNNING = SequenceStatus.RUNNING
+_order_of = attrgetter("order")
+
+
+class Scheduler:
+    """See the module's docstring for the policy. Not thread-safe; nothing blocks."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        """Raises `ConfigurationError` for bounds no step can respect."""
+        if min(config.max_num_seqs, config.max_model_len, config.block_size, config.num_kv_blocks) < 1:
+            raise ConfigurationError("max_num_seqs, max_model_len, block_size and num_kv_blocks must be at least 1")
+        if config.max_num_batched_tokens < config.max_num_seqs:
+            raise ConfigurationError(
+                f"max_num_batched_tokens ({config.max_num_batched_tokens}) must be at least "
+                f"max_num_seqs ({config.max_num_seqs}): every running sequence takes a token of each step"
+            )
+        self._config = config
+        self._max_model_len = min(config.max_model_len, config.num_kv_blocks * config.block_size)
+        self._kv = KVCacheManager(
+            num_blocks=config.num_kv_blocks,
+            block_size=config.block_size,
+            enable_prefix_caching=config.enable_prefix_caching,
+        )
+        self._requests: dict[int, Request] = {}
+        self._waiting = RequestQueue()
+        self._running: list[Sequence] = []
+        """In order of precedence."""
+        self._num_behind = 0
+        """Running sequences that have not caught up."""
+        self._growth: dict[int, list[Sequence]] = {}
+        """step_id → sequences that need a block then. Entries of those that left are void."""
+        self._admission_open = True
+        """False once the front of the line found no room; true again when somebody leaves or joins."""
+        self._finished_seq_ids: list[int] = []
+        """Sequences the runner knows and has not been told to forget."""
+
+        self._step_id = 0
+        self._is_in_flight = False
+        self._chunks: list[Chunk] = []
+        """Of the last plan."""
+        self._decodes: list[Sequence] = []
+        """Of the last plan: the running sequences that had caught up. Replaced, never changed."""
+        self._decode_ids: tuple[int, ...] = ()
+        self._ones: tuple[int, ...] = ()
+        self._decodes_changed = False
+
+        self._num_arrivals = 0
+        self._num_preemptions_total = 0
+        self._num_prompt_tokens_total = 0
+        self._num_cached_tokens_total = 0
+
+    # ------------------------------------------------------------------------------------------ requests in and out
+
+    @property
+    def has_work(self) -> bool:
+        """Whether schedule() would return a plan."""
+        return bool(self._running or self._waiting)
+
+    def add_request(self, submit: Submit) -> SequenceOutput | None:
+        """Put a request in line.
+
+        Returns None, or the request's only output where its resumed tokens have already brought it to its end: it is
+        then over, without tokens and without a step.
+
+        Raises `RequestNeverFitsError` if it could not get a single token even alone, `NotImplementedError` for more
+        than one sequence, `ValueError` for an empty prompt. The request is unknown after an error.
+        """
+        assert submit.request_id not in self._requests, f"request {submit.request_id} is already here"
+        if submit.num_sequences != 1:
+            raise NotImplementedError(f"num_sequences is {submit.num_sequences}; this scheduler runs one per request")
+        if not submit.prompt_token_ids:
+            raise ValueError("prompt_token_ids is empty; there is nothing to compute logits from")
+        num_tokens = len(submit.prompt_token_ids) + len(submit.resume_token_ids)
+        if submit.resume_token_ids and num_tokens <= self._max_model_len:
+            reason = finish_reason_after(
+                submit.resume_token_ids[-1],
+                num_prompt_tokens=len(submit.prompt_token_ids),
+                num_tokens=num_tokens,
+                stopping=submit.stopping,
+                max_model_len=self._max_model_len,
+            )
+            if reason is not None:
+                return SequenceOutput(submit.request_id, 0, (), finish_reason=reason, num_cached_tokens=0)
+        if num_tokens + 1 > self._max_model_len:
+            raise RequestNeverFitsError(
+                f"{num_tokens} tokens and one to come exceed the limit of {self._max_model_len} tokens "
+                f"(max_model_len {self._config.max_model_len}, KV pool "
+                f"{self._config.num_kv_blocks * self._config.block_size} tokens)"
+            )
+        self._num_arrivals += 1
+        request = make_request(
+            submit, arrival=self._num_arrivals, seq_id=self._num_arrivals, max_model_len=self._max_model_len
+        )
+        self._requests[request.request_id] = request
+        for sequence in request.sequences:
+            self._waiting.push(sequence)
+        self._admission_open = True
+        return None
+
+    def abort(self, request_ids: Iterable[int]) -> None:
+        """Forget these requests and free their blocks, now. Unknown ids are ignored."""
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            if request is not None:
+                for sequence in request.sequences:
+                    self._end(sequence)
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            num_waiting_tokens=self._waiting.num_tokens,
+            num_used_kv_blocks=self._kv.pool.num_used,
+            num_kv_blocks=self._config.num_kv_blocks,
+            num_preemptions_total=self._num_preemptions_total,
+            num_prompt_tokens_total=self._num_prompt_tokens_total,
+            num_cached_tokens_total=self._num_cached_tokens_total,
+        )
+
+    # ----------------------------------------------------------------------------------------------------- schedule
+
+    def schedule(self) -> StepPlan | None:
+        """Decide the next step; None if there is nothing to compute.
+
+        Sequences that ended are named in the next plan there is: a runner may hold their state while nothing runs.
+        """
+        assert not self._is_in_flight, "update_from_output() of the last plan comes first"
+        if not self.has_work:
+            return None
+        self._step_id += 1
+        self._is_in_flight = True
+        draft = PlanDraft()
+        due = self._growth.pop(self._step_id, None)
+        if due is not None:
+            self._grow(due, draft)
+        if self._num_behind or (self._waiting and self._admission_open):
+            self._spend_budget(draft)
+        if self._decodes_changed:
+            self._decodes = [sequence for sequence in self._running if sequence.is_caught_up]
+            self._decode_ids = tuple([sequence.seq_id for sequence in self._decodes])
+            self._ones = (1,) * len(self._decodes)
+            self._decodes_changed = False
+        finished_seq_ids = tuple(self._finished_seq_ids)
+        self._finished_seq_ids.clear()
+        self._chunks = draft.chunks
+        return draft.plan(
+            self._step_id, decode_ids=self._decode_ids, ones=self._ones, finished_seq_ids=finished_seq_ids
+        )
+
+    def _grow(self, due: list[Sequence], draft: PlanDraft) -> None:
+        """Give a block to each decoding sequence whose table is full, if need be at the cost of the last ones."""
+        due.sort(key=_order_of)
+        for sequence in due:
+            if sequence.growth_step_id != self._step_id:
+                continue  # it has left since
+            self._kv.register(sequence)
+            while not self._kv.can_append() and sequence.status is _RUNNING:
+                self._preempt(self._running[-1], draft)
+            if sequence.status is _RUNNING:
+                draft.new_block_ids[sequence.seq_id] = (self._kv.append(sequence),)
+                self._foresee_growth(sequence, self._step_id)
+
+    def _spend_budget(self, draft: PlanDraft) -> None:
+        """Give the tokens that the decodes leave to the other sequences, running or waiting, in order of precedence."""
+        behind = deque(sequence for sequence in self._running if not sequence.is_caught_up)
+        while True:
+            front = self._front_of_line(draft)
+            num_decodes = len(self._running) - self._num_behind
+            num_tokens_left = self._config.max_num_batched_tokens - num_decodes - draft.num_chunk_tokens
+            if num_tokens_left == 0 and draft.chunks:
+                return
+            if behind and (front is None or behind[0].order < front.order):
+                sequence = behind.popleft()
+                if sequence.status is _RUNNING:
+                    draft.add_chunk(sequence, num_tokens_left)
+            elif front is None:
+                return
+            elif (prefix := self._make_room(front, draft)) is None:
+                self._admission_open = False
+            elif num_tokens_left > 0:
+                self._admit(front, prefix, draft)
+                draft.add_chunk(front, num_tokens_left)
+            # Otherwise the decodes had taken the whole budget, one of them has just been preempted, and the next
+            # round finds its token.
+
+    def _front_of_line(self, draft: PlanDraft) -> Sequence | None:
+        """The waiting sequence that may be let in next, if any."""
+        front = self._waiting.peek() if self._admission_open else None
+        if front is not None and front.status is SequenceStatus.PREEMPTED and draft.preempted_seq_ids:
+            return None
+        return front
+
+    def _make_room(self, sequence: Sequence, draft: PlanDraft) -> list[int] | None:
+        """See to a seat and blocks for a waiting sequence, if need be by preempting those of lower priority.
+
+        Returns its cached prefix, or None if there is no room; nobody is preempted in vain for want of blocks.
+        """
+        prefix = self._kv.find_prefix(sequence)
+        if self._has_room(sequence, prefix):
+            return prefix
+        num_outranked = 0
+        num_reclaimable_blocks = self._kv.num_free_blocks
+        for running in reversed(self._running):
+            if running.order[0] <= sequence.order[0]:
+                break
+            num_outranked += 1
+            num_reclaimable_blocks += len(running.block_table)
+        num_blocks_needed = self._kv.num_free_blocks_needed(sequence, prefix)
+        if num_blocks_needed + self._headroom(len(self._running) - num_outranked + 1) > num_reclaimable_blocks:
+            return None
+        for _ in range(num_outranked):
+            self._preempt(self._running[-1], draft)
+            if self._has_room(sequence, prefix):
+                return prefix
+        return None
+
+    def _has_room(self, sequence: Sequence, prefix: list[int]) -> bool:
+        num_running = len(self._running) + 1
+        return num_running <= self._config.max_num_seqs and self._kv.can_allocate(
+            sequence, prefix, self._headroom(num_running)
+        )
+
+    def _headroom(self, num_running: int) -> int:
+        """Blocks to be left free when the number of running sequences rises to `num_running`."""
+        if num_running == 1:
+            return 0
+        num_growth_blocks = -(-num_running * _HEADROOM_STEPS // self._config.block_size)
+        return min(num_growth_blocks, self._config.num_kv_blocks // _HEADROOM_POOL_SHARE)
+
+    def _admit(self, sequence: Sequence, prefix: list[int], draft: PlanDraft) -> None:
+        popped = self._waiting.pop()
+        assert popped is sequence
+        self._kv.allocate(sequence, prefix)
+        if sequence.status is SequenceStatus.WAITING:
+            sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
+            self._num_prompt_tokens_total += sequence.num_prompt_tokens
+            self._num_cached_tokens_total += sequence.num_cached_tokens
+            draft.add_new(sequence)
+        else:
+            draft.add_resumed(sequence)
+        sequence.move_to(_RUNNING)
+        insort(self._running, sequence, key=_order_of)
+        self._num_behind += 1
+
+    def _preempt(self, sequence: Sequence, draft: PlanDraft) -> None:
+        self._leave_running(sequence)
+        self._kv.free(sequence)
+        sequence.move_to(SequenceStatus.PREEMPTED)
+        self._waiting.push(sequence)
+        self._num_preemptions_total += 1
+        draft.add_preempted(sequence)
+
+    # ------------------------------------------------------------------------------------------------------- update
+
+    def update_from_output(
+        self, plan: StepPlan, result: StepResult
+    ) -> tuple[tuple[SequenceOutput, ...], tuple[RequestFailure, ...]]:
+        """Take in what the runner found for the plan in flight. Sequences aborted since then are passed over."""
+        assert self._is_in_flight, "there is no plan in flight"
+        assert plan.step_id == self._step_id, f"step {plan.step_id} is not the one in flight"
+        sampled_token_ids = result.sampled_token_ids
+        assert len(sampled_token_ids) == len(plan.sampled_seq_ids), "one token for each sampled sequence"
+        self._is_in_flight = False
+        failures = self._fail_non_finite(result)
+        outputs: list[SequenceOutput] = []
+        logprobs = result.logprobs
+        # The one loop that every running sequence costs in every step.
+        for sequence, token_id in zip(self._decodes, sampled_token_ids, strict=False):
+            if sequence.status is not _RUNNING:
+                continue
+            token_ids = sequence.token_ids
+            token_ids.append(token_id)
+            sequence.num_computed_tokens += 1
+            if logprobs or token_id in sequence.stop_ids or len(token_ids) >= sequence.num_tokens_max:
+                outputs.append(self._output(sequence, logprobs.get(sequence.seq_id)))
+            else:
+                outputs.append(SequenceOutput(sequence.request_id, 0, (token_id,)))
+        if self._chunks:
+            self._update_chunks(sampled_token_ids[len(self._decodes) :], result, outputs)
+        return tuple(outputs), failures
+
+    def _update_chunks(
+        self, sampled_token_ids: Iterable[int], result: StepResult, outputs: list[SequenceOutput]
+    ) -> None:
+        sampled = iter(sampled_token_ids)
+        for sequence, num_tokens, is_sampled in self._chunks:
+            token_id = next(sampled) if is_sampled else None
+            if sequence.status is not _RUNNING:
+                continue
+            sequence.num_computed_tokens += num_tokens
+            self._kv.register(sequence)
+            if token_id is not None:
+                sequence.token_ids.append(token_id)
+                sequence.is_caught_up = True
+                self._num_behind -= 1
+                self._decodes_changed = True
+                self._foresee_growth(sequence, self._step_id + 1)
+                outputs.append(self._output(sequence, result.logprobs.get(sequence.seq_id)))
+
+    def _output(self, sequence: Sequence, logprobs: TokenLogprobs | None) -> SequenceOutput:
+        """The newest token as an output; ends the sequence if it was its last."""
+        reason: FinishReason | None = finish_reason_after(
+            sequence.token_ids[-1],
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            num_tokens=len(sequence.token_ids),
+            stopping=sequence.request.stopping,
+            max_model_len=self._max_model_len,
+        )
+        num_cached_tokens = sequence.num_cached_tokens if sequence.is_first_output_due else None
+        sequence.is_first_output_due = False
+        if reason is not None:
+            self._end(sequence)
+        return SequenceOutput(
+            request_id=sequence.request_id,
+            index=sequence.index,
+            new_token_ids=(sequence.token_ids[-1],),
+            logprobs=None if logprobs is None else (logprobs,),
+            finish_reason=reason,
+            num_cached_tokens=num_cached_tokens,
+        )
+
+    def _fail_non_finite(self, result: StepResult) -> tuple[RequestFailure, ...]:
+        """End the requests whose logits were no numbers, and distrust all that they computed."""
+        if not result.non_finite_seq_ids:
+            return ()
+        failures = []
+        in_step = [*self._decodes, *(chunk.sequence for chunk in self._chunks)]
+        by_seq_id = {sequence.seq_id: sequence for sequence in in_step}
+        for seq_id in result.non_finite_seq_ids:
+            request = by_seq_id[seq_id].request
+            if not request.is_finished:
+                for sequence in request.sequences:
+                    self._end(sequence, distrust=True)
+                failures.append(RequestFailure(request.request_id, FailureKind.NON_FINITE))
+        return tuple(failures)
+
+    # ------------------------------------------------------------------------------------------ where sequences end
+
+    def _end(self, sequence: Sequence, *, distrust: bool = False) -> None:
+        """Finish a sequence, wherever it is. `distrust` keeps its blocks' contents out of the prefix cache."""
+        if sequence.status is SequenceStatus.FINISHED:
+            return
+        if sequence.status is not SequenceStatus.WAITING:
+            self._finished_seq_ids.append(sequence.seq_id)
+        if sequence.status is not _RUNNING:
+            self._waiting.remove(sequence)
+        elif distrust:
+            self._kv.free_and_forget(sequence)
+        else:
+            self._kv.free(sequence)
+        if sequence.status is _RUNNING:
+            self._leave_running(sequence)
+        sequence.move_to(SequenceStatus.FINISHED)
+        self._admission_open = True
+        if sequence.request.is_finished:
+            del self._requests[sequence.request_id]
+
+    def _leave_running(self, sequence: Sequence) -> None:
+        position = bisect_left(self._running, sequence.order, key=_order_of)
+        assert self._running[position] is sequence
+        del self._running[position]
+        if sequence.is_caught_up:
+            self._decodes_changed = True
+        else:
+            self._num_behind -= 1
+        sequence.is_caught_up = False
+        sequence.growth_step_id = 0
+        self._admission_open = True
+
+    def _foresee_growth(self, sequence: Sequence, next_step_id: int) -> None:
+        """Note when `sequence`, which from `next_step_id` on computes one token a step, needs its next block."""
+        sequence.growth_step_id = next_step_id + self._kv.num_slots_left(sequence)
+        self._growth.setdefault(sequence.growth_step_id, []).append(sequence)
