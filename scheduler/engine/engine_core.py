@@ -60,6 +60,7 @@ class EngineCore:
         self._receive = receive
         self._recorder = recorder
         self._submits_waiting: list[Submit] = []
+        self._outputs: list[SequenceOutput] = []
         self._failures: list[RequestFailure] = []
         self._stats_sent = EngineStats()
         self._step_id = 0
@@ -82,7 +83,7 @@ class EngineCore:
         self._recorder.enter(Phase.SCHEDULE, self._step_id)
         plan = self._scheduler.schedule()
         if plan is None:
-            return self._collect(())
+            return self._collect()
         self._step_id = plan.step_id
         self._recorder.record(shape_of(plan))
 
@@ -92,8 +93,9 @@ class EngineCore:
         self._recorder.enter(Phase.UPDATE, self._step_id)
         self._take(self._receive())  # aborts that came meanwhile: their results are dropped, their blocks freed now
         outputs, failures = self._scheduler.update_from_output(plan, result)
+        self._outputs += outputs
         self._failures += failures
-        return self._collect(outputs)
+        return self._collect()
 
     def _take(self, messages: Iterable[Message]) -> None:
         """Apply aborts at once, ahead of the Submits that wait; keep Submits for the next step."""
@@ -115,16 +117,20 @@ class EngineCore:
     def _submit_waiting(self) -> None:
         for submit in self._submits_waiting:
             try:
-                self._scheduler.add_request(submit)
+                output = self._scheduler.add_request(submit)
             except RequestNeverFitsError:
                 self._failures.append(RequestFailure(submit.request_id, FailureKind.NEVER_FITS))
+            else:
+                if output is not None:  # its resumed tokens were already all there is
+                    self._outputs.append(output)
         self._submits_waiting.clear()
 
-    def _collect(self, outputs: Sequence[SequenceOutput]) -> StepOutputs | None:
+    def _collect(self) -> StepOutputs | None:
         stats = self._scheduler.stats()
-        if not outputs and not self._failures and stats == self._stats_sent:
+        if not self._outputs and not self._failures and stats == self._stats_sent:
             return None
-        message = StepOutputs(self._step_id, tuple(outputs), tuple(self._failures), stats)
+        message = StepOutputs(self._step_id, tuple(self._outputs), tuple(self._failures), stats)
+        self._outputs.clear()
         self._failures.clear()
         self._stats_sent = stats
         return message
