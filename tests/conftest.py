@@ -1,0 +1,38 @@
+"""What every test shares: what this machine can run, said in the header instead of skipped in silence."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import pytest
+
+
+@functools.cache
+def has_cuda() -> bool:
+    """Whether a test marked `gpu` can run. torch is only imported where there is a driver to ask about."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    count = ctypes.c_int()
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0 or count.value == 0:
+        return False
+    import torch  # noqa: PLC0415 - seconds that most runs need not spend
+
+    return torch.cuda.is_available()
+
+
+def pytest_report_header() -> str:
+    if has_cuda():
+        return "CUDA: a device is there; tests marked gpu run"
+    return "CUDA: none; tests marked gpu are deselected"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if has_cuda():
+        return
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu:
+        config.hook.pytest_deselected(items=gpu)
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
