@@ -54,6 +54,7 @@ class InferenceServiceServicer(object):
     def Generate(self, request, context):
         """Streams the answer as it is made. No response headers leave before the first token, so a client library may retry
         a call that ended before it.
+        buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
