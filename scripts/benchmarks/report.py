@@ -64,9 +64,13 @@ def plot_serve(path: Path, levels: Sequence[dict[str, Any]], title: str) -> None
         for percent in ("p50", "p99"):
             values = [level["figures"][key][f"{percent}_s"] * 1000 for level in levels]
             axis.plot(concurrency, values, marker="o", label=percent)
+            for place, value in zip(concurrency, values, strict=True):
+                label = milliseconds(value / 1000)
+                axis.annotate(label, (place, value), textcoords="offset points", xytext=(0, 6), ha="center")
         axis.set_title(f"{name} (ms)")
         axis.set_yscale("log")
-        axis.grid(visible=True, which="both", alpha=0.3)
+        axis.margins(0.15)
+        axis.grid(visible=True, which="major", alpha=0.3)
         axis.legend()
     for axis in axes:
         axis.set_xlabel("concurrent streams")

@@ -70,8 +70,9 @@ async def fake_server(shortfall: int = 0) -> AsyncIterator[tuple[str, FakeInfere
 
 
 async def bench(address: str, *flags: str) -> None:
-    lengths = "--prompt-tokens 4 32 --output-tokens 4 32 --concurrency 1 3 --requests 9".split()
-    options = parser().parse_args(["serve", "--address", address, *lengths, *flags])
+    lengths = ["--prompt-tokens", "4", "32", "--output-tokens", "4", "32"]
+    load = ["--requests", "9", "--concurrency", "1", "3", *lengths]
+    options = parser().parse_args(["serve", "--address", address, *load, *flags])
     await options.run(options, [])
 
 
