@@ -12,7 +12,7 @@ import ipaddress
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -88,16 +88,16 @@ class ServerConfig:
 
     def max_request_bytes(self) -> int:
         """Largest request message: room for the largest legal prompt, and for options over the whole vocabulary."""
-        context = self.max_prompt_tokens or self.max_model_len or _context_tokens(Path(self.model))
+        context = self.max_prompt_tokens or self.max_model_len or self.context_tokens()
         return REQUEST_BYTES_BASE + REQUEST_BYTES_PER_TOKEN * context
 
-
-def _context_tokens(model: Path) -> int:
-    try:
-        value = json.loads((model / "config.json").read_text()).get("max_position_embeddings")
-    except (OSError, ValueError, AttributeError):
-        return CONTEXT_TOKENS_UNKNOWN
-    return value if isinstance(value, int) and 0 < value < 2**24 else CONTEXT_TOKENS_UNKNOWN
+    def context_tokens(self) -> int:
+        """The model's own context, where its files tell before an engine does."""
+        try:
+            value = json.loads(Path(self.model, "config.json").read_text()).get("max_position_embeddings")
+        except (OSError, ValueError, AttributeError):
+            return CONTEXT_TOKENS_UNKNOWN
+        return value if isinstance(value, int) and 1 < value < 2**24 else CONTEXT_TOKENS_UNKNOWN
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,7 +323,7 @@ def _default_model(environ: Mapping[str, str]) -> str:
     path = cache / "models" / DEFAULT_MODEL_NAME
     if not (path / "config.json").is_file():
         raise StartupError(
-            f"the default model is not installed in {path}: run scripts/install in a clone of Emberline, or give --model"
+            f"the default model is not in {path}: run scripts/install in a clone of Emberline, or give --model"
         )
     return str(path)
 
@@ -346,6 +346,8 @@ def _check_together(config: ServerConfig) -> None:
         refuse("--num-kv-blocks and --kv-cache-memory both size the KV pool: give one")
 
 
-def flag_names() -> Sequence[str]:
-    """All flags, those of later versions included."""
-    return [flag.name for flag in FLAGS + NOT_YET]
+def termination_log(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Path | None:
+    """The termination log alone, for a start that fails before there is a `ServerConfig`."""
+    (flag,) = (flag for flag in FLAGS if flag.key == "termination_log")
+    source, text = _given(flag, arguments, environ)
+    return None if text is None else _value(flag, source, text)

@@ -1,0 +1,74 @@
+"""The installed command `emberline`: parse, run, exit code.
+
+What lives here: the command line and what becomes of a process that does not get as far as its logs. What must not:
+anything that costs time before the arguments are known to be good, so grpc is imported only then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+from scheduler import logs
+from scheduler.errors import ConfigurationError, StartupError
+from service import config as server_config
+from service.exit import ExitCode, write_termination_log
+
+LOG_FLUSH_TIMEOUT_S = 0.5
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong, without the usage: there are many flags."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(ExitCode.CONFIGURATION, f"{self.prog}: error: {message} (see --help)\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; the exit code. Once a server has run, does not return: the process ends here."""
+    parser = _Parser(prog="emberline", description="Serves a language model over gRPC.", allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    serve = commands.add_parser(
+        "serve",
+        help="run the server",
+        description="Runs the server. Each flag can also be set as EMBERLINE_<NAME> in the environment.",
+        allow_abbrev=False,
+    )
+    server_config.add_flags(serve)
+    return _serve(parser.parse_args(argv), os.environ)
+
+
+def _serve(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    try:
+        config = server_config.parse(arguments, environ)
+    except ConfigurationError as error:
+        return _refuse(ExitCode.CONFIGURATION, error)
+    except StartupError as error:
+        write_termination_log(server_config.termination_log(arguments, environ), str(error))
+        return _refuse(ExitCode.COULD_NOT_START, error)
+    # Until the loop's own handlers are there, stopping is simply ending: there is nothing to drain.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: os._exit(0))
+    # The C core writes to stderr by itself, from threads that a blocked stderr would stall.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    writer = logs.configure(config.log_format, config.log_level, process="service")
+    from service.server import Server  # noqa: PLC0415 - grpc takes long to import
+
+    try:
+        code = asyncio.run(Server(config).run())
+    except Exception as error:  # noqa: BLE001 - the last boundary of the process
+        logs.get_logger().critical("internal error", **logs.describe(error))
+        code = ExitCode.BUG
+    writer.close(LOG_FLUSH_TIMEOUT_S)
+    # Leaving through the interpreter would wait for worker threads, which nothing bounds.
+    os._exit(code)
+
+
+def _refuse(code: ExitCode, error: Exception) -> int:
+    print(f"emberline: error: {error}", file=sys.stderr)  # noqa: T201 - there are no logs yet
+    return code

@@ -1,0 +1,191 @@
+"""One engine process from outside: exec, its output, its reaped exit status.
+
+What lives here: descriptors, the child's environment, signals, waitpid. What must not: decisions about life and death
+(the supervisor's). The child is exec'd, never forked on: gRPC does not survive a fork. It is started from the main
+thread, because the signal it asks for on its parent's death follows the thread that started it, and in a process group
+of its own, so that Ctrl-C reaches us alone.
+
+The exit status comes from a pidfd on the event loop: no thread, no signal handler, and never a guess, for it is told
+only once the process is reaped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from scheduler import logs
+from scheduler.config import EngineConfig
+from scheduler.flight_record import SIZE_BYTES, FlightReader
+
+ENGINE_COMMAND = (sys.executable, "-m", "scheduler.engine.process")
+LAST_LINES_MAX = 50
+LINE_CHARS_MAX = 4096
+REAP_POLL_S = 0.005
+_READ_BYTES = 64 * 1024
+
+
+class EngineProcess:
+    """A started process. `connection` is our end of its socket; whoever takes it over closes it."""
+
+    def __init__(self, command: Sequence[str], config: EngineConfig, index: int = 0) -> None:
+        """Start it. Must run in the main thread, on a running loop.
+
+        Args:
+            command: To it the two descriptors' flags are added.
+            config: Only its threads matter here; the whole of it goes over the socket.
+            index: Which replica, for the logs.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._index = index
+        self._oom_kills_before = _oom_kills()
+        self._exited = asyncio.Event()
+        self._output_ended = asyncio.Event()
+        self._partial_line = b""
+        self.last_lines: deque[str] = deque(maxlen=LAST_LINES_MAX)
+        """What it last wrote to stdout or stderr, records of its log left out."""
+        self.connection, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        flight_fd = os.memfd_create("emberline-flight", os.MFD_CLOEXEC)
+        os.ftruncate(flight_fd, SIZE_BYTES)
+        self._output_fd, output_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        os.set_blocking(output_end, True)
+        try:
+            flags = ["--socket-fd", str(child_end.fileno()), "--flight-recorder-fd", str(flight_fd)]
+            self._popen = subprocess.Popen(  # noqa: S603 - our own interpreter and module
+                [*command, *flags],
+                stdin=subprocess.DEVNULL,
+                stdout=output_end,
+                stderr=output_end,
+                pass_fds=(child_end.fileno(), flight_fd),
+                env=_environment(config),
+                process_group=0,
+            )
+            self.flight = FlightReader(flight_fd)
+        finally:
+            child_end.close()
+            os.close(flight_fd)
+            os.close(output_end)
+        self._pid_fd = os.pidfd_open(self._popen.pid)
+        self._loop.add_reader(self._pid_fd, self._reap)
+        self._loop.add_reader(self._output_fd, self._read_output)
+
+    @property
+    def pid(self) -> int:
+        """The process id; also that of its group."""
+        return self._popen.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit status once reaped; −N for signal N."""
+        return self._popen.returncode
+
+    def oom_kills(self) -> int | None:
+        """OOM kills in our cgroup since the start; None where the kernel does not tell."""
+        now = _oom_kills()
+        return None if now is None or self._oom_kills_before is None else now - self._oom_kills_before
+
+    def kill(self) -> None:
+        """SIGKILL to the process and whatever it started; nothing if it is reaped."""
+        if self._popen.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    async def wait(self, timeout_s: float) -> int | None:
+        """The reaped exit status, or None if there is none within `timeout_s`."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._exited.wait(), timeout_s)
+        return self._popen.returncode
+
+    async def wait_output(self, timeout_s: float) -> None:
+        """Wait until everything it wrote has been read, at most `timeout_s` (a grandchild may hold the pipe open)."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._output_ended.wait(), timeout_s)
+
+    def close(self) -> None:
+        """Let go of all descriptors."""
+        if self._pid_fd >= 0:
+            self._loop.remove_reader(self._pid_fd)
+            os.close(self._pid_fd)
+            self._pid_fd = -1
+        self._end_output()
+        self.flight.close()
+
+    def _reap(self) -> None:
+        # The group is killed while the zombie still keeps its number from being given to others.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        if self._popen.poll() is None:
+            self._loop.call_later(REAP_POLL_S, self._reap)  # readable, but the status is not there yet
+            return
+        self._loop.remove_reader(self._pid_fd)
+        self._exited.set()
+
+    def _read_output(self) -> None:
+        try:
+            data = os.read(self._output_fd, _READ_BYTES)
+        except BlockingIOError:
+            return
+        if not data:
+            self._end_output()
+            return
+        *lines, self._partial_line = (self._partial_line + data).split(b"\n")
+        self._partial_line = self._partial_line[-LINE_CHARS_MAX:]
+        for line in lines:
+            self._take_line(line)
+
+    def _end_output(self) -> None:
+        if self._output_fd >= 0:
+            self._loop.remove_reader(self._output_fd)
+            os.close(self._output_fd)
+            self._output_fd = -1
+            if self._partial_line:
+                self._take_line(self._partial_line)
+            self._output_ended.set()
+
+    def _take_line(self, raw: bytes) -> None:
+        line = raw.decode("utf-8", "replace")
+        record = logs.parse_line(line)
+        if record is not None:
+            logs.forward(record, engine=self._index)
+            return
+        # What is no record of a log (a library's words, a crash dump) is kept for the death record.
+        line = line[:LINE_CHARS_MAX].rstrip()
+        if line:
+            self.last_lines.append(line)
+            logs.get_logger().debug("engine output", engine=self._index, line=line)
+
+
+def signal_name(number: int) -> str:
+    """Such as `SIGKILL`; also for numbers without a name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _environment(config: EngineConfig) -> dict[str, str]:
+    """Thread counts are read when torch loads, so they must be set before the exec."""
+    environment = dict(os.environ)
+    if config.num_threads is not None:
+        environment["OMP_NUM_THREADS"] = str(config.num_threads)
+    else:
+        environment.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
+    return environment
+
+
+def _oom_kills() -> int | None:
+    """The `oom_kill` counter of our cgroup (v2)."""
+    try:
+        path = Path("/proc/self/cgroup").read_text().rpartition("0::")[2].strip().lstrip("/")
+        events = Path("/sys/fs/cgroup", path, "memory.events").read_text()
+        return int(dict(line.split() for line in events.splitlines())["oom_kill"])
+    except (OSError, ValueError, KeyError):
+        return None

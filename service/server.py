@@ -1,0 +1,351 @@
+"""The composition root: build the parts, start, serve, drain, give up.
+
+What lives here: the order in which things begin and end, and gRPC's own set-up. What must not: the rpc bodies, the
+engine's life. The port is bound before anything loads, so a conflict fails at once; calls meanwhile are told
+ENGINE_STARTING. `stopping` is known everywhere before anything is torn down, and the listener closes last, so that
+probes on new connections are told NOT_SERVING, not refused.
+
+    bind ─► listen ─► start engine + load tokenizer ─► serve ─┬─► drain (SIGTERM, SIGINT) ─► exit 0
+                                                              └─► give up (engine dead) ─► exit 4 (3, 2 while starting)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+from google.protobuf import descriptor_pb2, descriptor_pool
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import _async as reflection
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from emberline.v1 import inference_pb2, info_pb2, tokenizer_pb2
+from scheduler import logs
+from scheduler.errors import ConfigurationError, StartupError
+from scheduler.messages import Ready
+from service.admission import Admission
+from service.config import ServerConfig
+from service.engine_process import ENGINE_COMMAND
+from service.errors import DrainingError, EngineStartingError
+from service.exit import ExitCode, write_termination_log
+from service.health import HealthServicer
+from service.journal import Journal
+from service.request import Limits
+from service.servicer import Backend, InferenceServicer, InfoServicer, TokenizerServicer
+from service.status import safe_handlers
+from service.supervisor import DRAINING_RETRY_AFTER_S, STARTING_RETRY_AFTER_S, Death, Supervisor
+from service.tokenizer import Tokenizer, load_tokenizer
+
+TOKENIZER_THREADS = 2
+TRAILERS_TIMEOUT_S = 1.5
+"""From a death on: how long the streams' ends may take to be sent before the process leaves."""
+AFTER_GRACE_TIMEOUT_S = 1.0
+STOP_GRACE_S = 0.25
+REFLECTION_V1 = "grpc.reflection.v1"
+REFLECTION_V1ALPHA = "grpc.reflection.v1alpha"
+
+
+class Server:
+    """One server process. `run` is its whole life."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        *,
+        engine_command: Sequence[str] = ENGINE_COMMAND,
+        load: Callable[[str, str | None], Tokenizer] = load_tokenizer,
+    ) -> None:
+        self._config = config
+        self._engine_command = engine_command
+        self._load = load
+        self._stop_requested = asyncio.Event()
+        self._stop_now = asyncio.Event()
+        self._started_s = time.monotonic()
+        self._death: Death | None = None
+        self.address = ""
+        """Where it listens, once bound."""
+
+    async def run(self) -> ExitCode:
+        """Serve until told to stop or unable to go on. From the main thread."""
+        asyncio.get_running_loop().set_exception_handler(_report_loop_error)
+        self._build()
+        try:
+            self._bind()
+        except StartupError as error:
+            return self._could_not_start(error)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self.request_stop)
+        await self._grpc.start()
+        try:
+            return await self._live()
+        finally:
+            self._supervisor.kill()
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def request_stop(self) -> None:
+        """What a stop signal does: the first drains, the second does not wait."""
+        if self._stop_requested.is_set():
+            self._stop_now.set()
+        self._stop_requested.set()
+
+    # Building
+
+    def _build(self) -> None:
+        config = self._config
+        self._journal = Journal()
+        self._admission = Admission(
+            max_queue_requests=config.max_queue_requests,
+            max_queue_tokens=config.max_queue_tokens,
+            clock=time.monotonic,
+            make_refusal=lambda: EngineStartingError(STARTING_RETRY_AFTER_S),
+        )
+        self._supervisor = Supervisor(
+            config.engine_config(),
+            self._journal,
+            self,
+            step_deadline_s=config.step_deadline_s,
+            command=self._engine_command,
+        )
+        self._pool = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenizer")
+        self._backend = Backend(config, self._admission, self._journal, self._supervisor, self._pool)
+        self._health = HealthServicer()
+        self._grpc = grpc.aio.server(options=_grpc_options(config))
+        handlers = [
+            safe_handlers(file.services_by_name[name], servicer, _report_bug)
+            for file, name, servicer in (
+                (inference_pb2.DESCRIPTOR, "InferenceService", InferenceServicer(self._backend)),
+                (tokenizer_pb2.DESCRIPTOR, "TokenizerService", TokenizerServicer(self._backend)),
+                (info_pb2.DESCRIPTOR, "InfoService", InfoServicer(self._backend)),
+                (health_pb2.DESCRIPTOR, "Health", self._health),
+            )
+        ]
+        self._grpc.add_generic_rpc_handlers(tuple(handlers))
+        _add_reflection(self._grpc)
+
+    def _bind(self) -> None:
+        try:
+            port = self._grpc.add_insecure_port(self._config.address)
+        except RuntimeError:
+            raise StartupError(f"cannot listen on {self._config.address}: {_why_not(self._config)}") from None
+        host, _, _ = self._config.address.rpartition(":")
+        self.address = f"{host}:{port}"
+
+    # Living
+
+    async def _live(self) -> ExitCode:
+        try:
+            loading = asyncio.create_task(self._load_tokenizer())
+            try:
+                await self._supervisor.start()
+            except OSError as error:
+                raise StartupError(f"cannot start the engine process: {error.strerror}") from None
+            stop = asyncio.create_task(self._stop_requested.wait())
+            waiting: set[asyncio.Future[Any]] = {stop, self._supervisor.burial, loading}
+            while not stop.done() and not self._supervisor.burial.done():
+                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                if loading.done():
+                    waiting.discard(loading)
+                    loading.result()  # raises what loading raised
+        except (ConfigurationError, StartupError) as error:
+            return await self._leave(self._could_not_start(error))
+        stop.cancel()
+        if self._death is None:
+            code = await self._drain()
+            if self._death is None:
+                return await self._leave(code)
+        return await self._leave(await self._give_up(self._death))
+
+    async def _load_tokenizer(self) -> None:
+        def load() -> Tokenizer:
+            return self._load(self._config.model, self._config.revision)
+
+        self._backend.tokenizer = await asyncio.get_running_loop().run_in_executor(self._pool, load)
+        self._serve_if_complete()
+
+    def _serve_if_complete(self) -> None:
+        """Open the door once both the tokenizer and the engine are there."""
+        ready, tokenizer = self._supervisor.ready, self._backend.tokenizer
+        if tokenizer is None:
+            return
+        self._backend.limits = _limits(self._config, tokenizer, ready)
+        if ready is None or self._death is not None or self._stop_requested.is_set():
+            return
+        self._admission.open()
+        self._health.set_serving(True)
+        logs.get_logger().info(
+            "serving",
+            address=self.address,
+            model=self._config.served_model_name,
+            model_type=ready.model_type,
+            device=ready.device,
+            dtype=ready.dtype,
+            attention_backend=ready.attention_backend,
+            max_model_len=ready.max_model_len,
+            num_kv_blocks=ready.num_kv_blocks,
+            block_size=ready.block_size,
+            engine_pid=ready.pid,
+            startup_s=round(time.monotonic() - self._started_s, 2),
+        )
+
+    def on_engine_ready(self, _ready: Ready) -> None:
+        """The supervisor's word."""
+        self._serve_if_complete()
+
+    def on_engine_death(self, death: Death) -> None:
+        """The supervisor's word: from this moment on nobody is told otherwise."""
+        self._death = death
+        self._admission.shut(self._supervisor.engine_dead_error)
+        self._health.set_serving(False)
+        self._health.set_alive(False)  # this version starts no second engine
+
+    # Ending
+
+    async def _drain(self) -> ExitCode:
+        self._admission.shut(lambda: DrainingError(DRAINING_RETRY_AFTER_S))
+        self._health.set_serving(False)
+        logs.get_logger().info("draining", num_live=self._admission.num_live, grace_s=self._config.drain_grace_s)
+        await self._wait_for_calls(self._config.drain_grace_s, unless=self._stop_now)
+        if self._death is None and self._admission.num_live:
+            num_cut = self._supervisor.client.end_streams(lambda _: DrainingError(DRAINING_RETRY_AFTER_S))
+            logs.get_logger().warning("streams cut at the end of the grace", num_streams=num_cut)
+            await self._wait_for_calls(AFTER_GRACE_TIMEOUT_S)
+        return ExitCode.CLEAN
+
+    async def _give_up(self, death: Death) -> ExitCode:
+        """The engine is dead and has been told of; from here on a stop signal changes nothing."""
+        burial = await self._supervisor.burial
+        elapsed_s = time.monotonic() - death.monotonic_s
+        await self._wait_for_calls(max(TRAILERS_TIMEOUT_S - elapsed_s, 0))
+        if death.was_starting:
+            if burial.is_configuration:
+                return self._could_not_start(ConfigurationError(burial.root_cause))
+            return self._could_not_start(StartupError(burial.root_cause))
+        write_termination_log(self._config.termination_log, burial.root_cause)
+        return ExitCode.GAVE_UP
+
+    async def _leave(self, code: ExitCode) -> ExitCode:
+        self._health.close()
+        if self._stop_now.is_set():
+            self._supervisor.kill()
+        await self._supervisor.stop()
+        await self._grpc.stop(STOP_GRACE_S)
+        logs.get_logger().info("stopped", exit_code=int(code))
+        return code
+
+    def _could_not_start(self, error: Exception) -> ExitCode:
+        if isinstance(error, ConfigurationError):
+            logs.get_logger().error("configuration error", reason=str(error))
+            return ExitCode.CONFIGURATION
+        logs.get_logger().error("could not start", reason=str(error))
+        write_termination_log(self._config.termination_log, str(error))
+        return ExitCode.COULD_NOT_START
+
+    async def _wait_for_calls(self, timeout_s: float, unless: asyncio.Event | None = None) -> None:
+        """Until no request is live, or the time is up, or the event is set."""
+        waits = [asyncio.ensure_future(self._admission.idle.wait())]
+        if unless is not None:
+            waits.append(asyncio.ensure_future(unless.wait()))
+        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+
+
+def _limits(config: ServerConfig, tokenizer: Tokenizer, ready: Ready | None) -> Limits:
+    """What requests are held to; without an engine, as far as it is known (enough to tokenize)."""
+    max_model_len = ready.max_model_len if ready is not None else config.max_model_len or config.context_tokens()
+    return Limits(
+        vocab_size=ready.vocab_size if ready is not None else tokenizer.vocab_size,
+        max_model_len=max_model_len,
+        max_prompt_tokens=min(config.max_prompt_tokens or max_model_len, max_model_len - 1),
+        max_output_tokens=min(config.max_output_tokens, max_model_len - 1),
+        max_request_bytes=config.max_request_bytes(),
+    )
+
+
+def _grpc_options(config: ServerConfig) -> list[tuple[str, int]]:
+    return [
+        ("grpc.so_reuseport", 0),  # or two servers would silently share the port
+        ("grpc.max_receive_message_length", config.max_request_bytes()),
+        ("grpc.max_send_message_length", -1),
+        # Clients may ping during a long silent prefill; clients that vanished are found.
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.keepalive_time_ms", 30_000),
+        ("grpc.keepalive_timeout_ms", 20_000),
+    ]
+
+
+def _why_not(config: ServerConfig) -> str:
+    """gRPC does not tell why it could not bind; the system does."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen()
+    except OSError as error:
+        return (error.strerror or "not an address of this machine").lower()
+    return "the port was taken a moment ago"
+
+
+def _report_bug(incident_id: str, error: Exception) -> None:
+    logs.get_logger().error("internal error", incident_id=incident_id, **logs.describe(error))
+
+
+def _report_loop_error(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    error = context.get("exception")
+    logs.get_logger().error("internal error", **(logs.describe(error) if error is not None else {}))
+
+
+def _add_reflection(server: grpc.aio.Server) -> None:
+    """Reflection under both names. The package brings v1alpha; v1 has the same messages, byte for byte, under another
+    package, so the same servicer answers for it, and a renamed descriptor lets it describe itself.
+    """
+    names = [
+        inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
+        tokenizer_pb2.DESCRIPTOR.services_by_name["TokenizerService"].full_name,
+        info_pb2.DESCRIPTOR.services_by_name["InfoService"].full_name,
+        health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
+        f"{REFLECTION_V1}.ServerReflection",
+        f"{REFLECTION_V1ALPHA}.ServerReflection",
+    ]
+    _register_reflection_v1()
+    servicer = reflection.ReflectionServicer(names)
+    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)
+    handler = grpc.stream_stream_rpc_method_handler(
+        servicer.ServerReflectionInfo,
+        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    methods = {"ServerReflectionInfo": handler}
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler(f"{REFLECTION_V1}.ServerReflection", methods),)
+    )
+
+
+def _register_reflection_v1() -> None:
+    pool = descriptor_pool.Default()
+    with contextlib.suppress(KeyError):
+        pool.FindServiceByName(f"{REFLECTION_V1}.ServerReflection")
+        return
+    file = descriptor_pb2.FileDescriptorProto()
+    reflection_pb2.DESCRIPTOR.CopyToProto(file)
+    file.name = "grpc/reflection/v1/reflection.proto"
+    file.package = REFLECTION_V1
+    file.ClearField("options")
+    alpha, new = f".{REFLECTION_V1ALPHA}.", f".{REFLECTION_V1}."
+    for message in file.message_type:
+        for field in message.field:
+            field.type_name = field.type_name.replace(alpha, new)
+    for service in file.service:
+        for method in service.method:
+            method.input_type = method.input_type.replace(alpha, new)
+            method.output_type = method.output_type.replace(alpha, new)
+    pool.AddSerializedFile(file.SerializeToString())
