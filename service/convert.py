@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from emberline.v1 import inference_pb2, info_pb2, tokenizer_pb2
-
 from scheduler.messages import FinishReason, SequenceOutput, StoppingParams, Submit, TokenLogprobs
 from service.request import DetokenizeRequest, GenerateRequest, Limits, SamplingDefaults, TokenizeRequest
 
@@ -41,7 +40,8 @@ def to_submit(
 
 def finish_of_resumed(submit: Submit) -> tuple[FinishReason, int | None] | None:
     """How the sequence had already ended with its resumed tokens: EOS or STOP_TOKEN with that token; MAX_TOKENS.
-    None: it goes on."""
+    None: it goes on.
+    """
     raise NotImplementedError
 
 

@@ -37,7 +37,8 @@ class InvalidRequestError(CallError):
 
 class TemplateError(CallError):
     """The model's chat template refuses the conversation. INVALID_ARGUMENT, without the template's own words: they may
-    quote the conversation."""
+    quote the conversation.
+    """
 
     def __init__(self) -> None:
         super().__init__("the model's chat template refuses this conversation")
@@ -116,7 +117,8 @@ class EngineDeadError(CallError):
 
     def __init__(self, death_id: str, *, in_step: bool, retry_after_s: float | None) -> None:
         """`in_step`: the request was in the dying step, so it may be the killer and must not be retried.
-        `retry_after_s`: expected time to serve again; None: it will not."""
+        `retry_after_s`: expected time to serve again; None: it will not.
+        """
         super().__init__("the engine died")
         self.death_id = death_id
         self.in_step = in_step

@@ -28,5 +28,6 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # th
 
     def close(self) -> None:
         """End every Watch (after it has been sent the last value if its reader takes it) and refuse new ones. Call it
-        before server.stop(): one open Watch would use up its whole grace."""
+        before server.stop(): one open Watch would use up its whole grace.
+        """
         raise NotImplementedError
