@@ -1,41 +1,255 @@
 """Exception → status: the only table, and the only edge where a call ends badly.
 
-Each class of `service.errors` has one row. Whatever has none is our bug: INTERNAL with an incident id, logged here,
-once. No text of an exception and no text of a user reaches a client.
+Each class of `service.errors` has one row. Whatever has none is our bug: INTERNAL with an incident id, which
+`report_bug` logs, once. No text of an exception and no text of a user reaches a client. A new error is raised for each
+call, since one shared by many streams would grow its traceback with each.
 
-`safe_handlers` is how the servicers are registered:
+`safe_handlers` is how servicers are registered:
 
-    server.add_generic_rpc_handlers((
-        safe_handlers(inference_pb2.DESCRIPTOR.services_by_name["InferenceService"], servicer, report_bug),
-    ))
+    server.add_generic_rpc_handlers(
+        (safe_handlers(inference_pb2.DESCRIPTOR.services_by_name["InferenceService"], servicer, report_bug),)
+    )
 
-The rpc bodies then simply raise errors of `service.errors`; bytes that are no valid message (bad UTF-8 too) are
-answered INVALID_ARGUMENT before a body is called, without the traceback that grpc would log.
+The rpc bodies then simply raise errors of `service.errors`; a message that cannot be read (bad UTF-8 in a string is
+one) is answered INVALID_ARGUMENT before a body is called, without the traceback that grpc would log.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import math
+import secrets
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import grpc
-from google.protobuf.descriptor import ServiceDescriptor
-from google.rpc import status_pb2
+from google.protobuf import duration_pb2
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
+from google.rpc import code_pb2, error_details_pb2, status_pb2
 
+from service import errors
+
+DOMAIN = "emberline"
+STATUS_BYTES_MAX = 1024
+PUSHBACK_KEY = "grpc-retry-pushback-ms"
+STATUS_KEY = "grpc-status-details-bin"
+RETRY_AFTER_S_MAX = 3600.0
+NEVER = -1.0
+"""A pushback that forbids the client's library to retry."""
+
+Context = grpc.aio.ServicerContext[Any, Any]
 ReportBug = Callable[[str, Exception], None]
-"""Called with (incident_id, the exception) once per unknown exception; logs it."""
+"""Called with an incident id and the exception, once per exception that the table does not know; logs it."""
 
 
-def to_status(error: Exception) -> tuple[status_pb2.Status, tuple[tuple[str, str], ...]]:
-    """The status and the trailing metadata beside it. Total: never raises."""
-    raise NotImplementedError
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """What one error becomes."""
+
+    code: int
+    """Of google.rpc.Code; the numbers are gRPC's."""
+    reason: str = ""
+    """Of ErrorInfo; empty: no ErrorInfo."""
+    metadata: tuple[tuple[str, str], ...] = ()
+    """Of ErrorInfo."""
+    retry_after_s: float | None = None
+    """None says nothing about retries; NEVER forbids them."""
+    violations: tuple[errors.FieldViolation, ...] = ()
 
 
-async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> NoReturn:
-    """End the call with the error's status."""
-    raise NotImplementedError
+def _engine_dead(error: errors.EngineDeadError) -> _Row:
+    retry_after_s = NEVER if error.in_step else error.retry_after_s
+    return _Row(code_pb2.UNAVAILABLE, "ENGINE_DEAD", (("death_id", error.death_id),), retry_after_s)
+
+
+def _unsupported(error: errors.UnsupportedOptionError) -> _Row:
+    return _Row(code_pb2.UNIMPLEMENTED, "UNSUPPORTED_OPTION", (("options", ", ".join(error.options)[:256]),))
+
+
+def _never_fits(_: errors.NeverFitsError) -> _Row:
+    violation = errors.FieldViolation("stopping.max_tokens", "prompt and max_tokens together exceed the whole KV pool")
+    return _Row(code_pb2.INVALID_ARGUMENT, violations=(violation,))
+
+
+TABLE: dict[type[errors.CallError], Callable[[Any], _Row]] = {
+    errors.InvalidRequestError: lambda e: _Row(code_pb2.INVALID_ARGUMENT, violations=e.violations),
+    errors.TemplateError: lambda _: _Row(code_pb2.INVALID_ARGUMENT, "TEMPLATE_ERROR"),
+    errors.NoChatTemplateError: lambda _: _Row(code_pb2.FAILED_PRECONDITION, "NO_CHAT_TEMPLATE"),
+    errors.UnsupportedOptionError: _unsupported,
+    errors.UnknownModelError: lambda e: _Row(
+        code_pb2.NOT_FOUND, "UNKNOWN_MODEL", (("served_model", e.served_model_name[:128]),)
+    ),
+    errors.DuplicateRequestIdError: lambda _: _Row(code_pb2.ALREADY_EXISTS, "DUPLICATE_REQUEST_ID"),
+    errors.QueueFullError: lambda e: _Row(code_pb2.RESOURCE_EXHAUSTED, "QUEUE_FULL", (), e.retry_after_s),
+    errors.SlowReaderError: lambda _: _Row(code_pb2.RESOURCE_EXHAUSTED, "SLOW_READER"),
+    errors.NeverFitsError: _never_fits,
+    errors.EngineStartingError: lambda e: _Row(code_pb2.UNAVAILABLE, "ENGINE_STARTING", (), e.retry_after_s),
+    errors.DrainingError: lambda e: _Row(code_pb2.UNAVAILABLE, "DRAINING", (), e.retry_after_s),
+    errors.EngineDeadError: _engine_dead,
+    errors.NonFiniteError: lambda _: _Row(code_pb2.INTERNAL, "NON_FINITE", (), NEVER),
+    errors.DeadlineExceededError: lambda e: _Row(
+        code_pb2.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", (("where", e.where[:64]),)
+    ),
+    errors.InternalError: lambda e: _Row(code_pb2.INTERNAL, "INTERNAL", (("incident_id", e.incident_id),)),
+}
+"""Error class → its row. A test walks `service.errors` and fails on a class without one."""
+
+
+def to_status(error: errors.CallError) -> tuple[status_pb2.Status, tuple[tuple[str, str], ...]]:
+    """The status, at most STATUS_BYTES_MAX long, and the trailing metadata that goes with it."""
+    row = TABLE[type(error)](error)
+    status = status_pb2.Status(code=row.code, message=_message(error, row.violations))
+    metadata: tuple[tuple[str, str], ...] = ()
+    if row.reason:
+        _add(status, error_details_pb2.ErrorInfo(reason=row.reason, domain=DOMAIN, metadata=dict(row.metadata)))
+    if row.retry_after_s is not None:
+        pushback_ms = -1
+        if row.retry_after_s >= 0:
+            pushback_ms = math.ceil(min(row.retry_after_s, RETRY_AFTER_S_MAX) * 1000)
+            delay = duration_pb2.Duration(seconds=pushback_ms // 1000, nanos=pushback_ms % 1000 * 1_000_000)
+            _add(status, error_details_pb2.RetryInfo(retry_delay=delay))
+        metadata = ((PUSHBACK_KEY, str(pushback_ms)),)
+    if row.violations:
+        _add_violations(status, row.violations)
+    return status, metadata
+
+
+def _message(error: errors.CallError, violations: Sequence[errors.FieldViolation]) -> str:
+    """Errors of this project hold no user text; the first violation goes into the line that people see."""
+    text = str(error)
+    if violations:
+        text += f": {violations[0].field}: {violations[0].description}"
+        if len(violations) > 1:
+            text += f" (and {len(violations) - 1} more)"
+    return text if len(text) <= 200 else text[:199] + "…"
+
+
+def _add(status: status_pb2.Status, detail: Message) -> None:
+    status.details.add().Pack(detail)
+
+
+def _add_violations(status: status_pb2.Status, violations: Sequence[errors.FieldViolation]) -> None:
+    """As many as fit, and how many more there are."""
+    for num_kept in range(len(violations), -1, -1):
+        if num_kept > 32:
+            continue  # no status holds so many
+        bad_request = error_details_pb2.BadRequest()
+        for violation in violations[:num_kept]:
+            bad_request.field_violations.add(field=violation.field[:100], description=violation.description[:200])
+        if num_kept < len(violations):
+            bad_request.field_violations.add(description=f"and {len(violations) - num_kept} more")
+        candidate = status_pb2.Status()
+        candidate.CopyFrom(status)
+        _add(candidate, bad_request)
+        if candidate.ByteSize() <= STATUS_BYTES_MAX:
+            status.CopyFrom(candidate)
+            return
+
+
+async def abort_with(context: Context, error: errors.CallError) -> NoReturn:
+    """End the call with the error's status. Raises grpc's own abort error, which must reach grpc."""
+    status, metadata = to_status(error)
+    trailing = (*metadata, (STATUS_KEY, status.SerializeToString()))
+    await context.abort(_GRPC_CODES[status.code], status.message, trailing)
+    raise AssertionError("abort returns to nobody")
+
+
+_GRPC_CODES = {code.value[0]: code for code in grpc.StatusCode}
+
+
+class _Unreadable:
+    """Stands for a request whose bytes are no message of its type."""
+
+
+_UNREADABLE = _Unreadable()
+
+
+def _safe_deserializer(message_class: type[Message]) -> Callable[[bytes], Message | _Unreadable]:
+    def deserialize(data: bytes) -> Message | _Unreadable:
+        try:
+            return message_class.FromString(data)
+        except DecodeError:
+            return _UNREADABLE
+
+    return deserialize
+
+
+def _refuse_unreadable(request: Message | _Unreadable) -> None:
+    if isinstance(request, _Unreadable):
+        violation = errors.FieldViolation("", "the bytes are no message of this type; strings must be valid UTF-8")
+        raise errors.InvalidRequestError([violation])
 
 
 def safe_handlers(service: ServiceDescriptor, servicer: object, report_bug: ReportBug) -> grpc.GenericRpcHandler:
-    """Method handlers for an asyncio servicer, with deserializers that never raise and a catch-all around each body."""
-    raise NotImplementedError
+    """Method handlers for an asyncio servicer: deserializers that never raise, and a catch-all around each body.
+
+    The servicer has one method per rpc, `async def Method(request, context)`: a coroutine, or an async generator where
+    the rpc streams. It raises `CallError`s, or calls `context.abort` itself.
+    """
+    handlers = {method.name: _handler(method, getattr(servicer, method.name), report_bug) for method in service.methods}
+    return grpc.method_handlers_generic_handler(service.full_name, handlers)
+
+
+def _handler(
+    method: MethodDescriptor, body: Callable[..., Any], report_bug: ReportBug
+) -> grpc.RpcMethodHandler[Any, Any]:
+    assert not method.client_streaming, "no rpc of ours streams requests"
+    make, wrapped = (
+        (grpc.unary_stream_rpc_method_handler, _streaming(body, report_bug))
+        if method.server_streaming
+        else (grpc.unary_unary_rpc_method_handler, _unary(body, report_bug))
+    )
+    return make(
+        wrapped,
+        request_deserializer=_safe_deserializer(GetMessageClass(method.input_type)),
+        response_serializer=GetMessageClass(method.output_type).SerializeToString,
+    )
+
+
+def _unary(body: Callable[[Any, Context], Awaitable[Message]], report_bug: ReportBug) -> Callable[..., Any]:
+    async def call(request: Message | _Unreadable, context: Context) -> Message:
+        try:
+            _refuse_unreadable(request)
+            return await body(request, context)
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - the catch-all around every rpc
+            await _end_badly(context, error, report_bug)
+
+    return call
+
+
+def _streaming(
+    body: Callable[[Any, Context], AsyncGenerator[Message, None]], report_bug: ReportBug
+) -> Callable[..., AsyncGenerator[Message, None]]:
+    async def call(request: Message | _Unreadable, context: Context) -> AsyncGenerator[Message, None]:
+        try:
+            _refuse_unreadable(request)
+            # Closed here and now, not when the garbage collector finds it: its `finally` is what frees the engine.
+            async with aclosing(body(request, context)) as responses:
+                async for response in responses:
+                    yield response
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - the catch-all around every rpc
+            await _end_badly(context, error, report_bug)
+
+    return call
+
+
+async def _end_badly(context: Context, error: BaseException, report_bug: ReportBug) -> NoReturn:
+    """The table's status for what it knows; for the rest an incident."""
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    if isinstance(error, asyncio.CancelledError):
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise error  # the caller went away, or the server stops: grpc knows
+        # Something that the body waited for was cancelled by ourselves. grpc would tell the caller nothing, for ever.
+        error = RuntimeError("cancelled from within")
+    if not isinstance(error, errors.CallError) or type(error) not in TABLE:
+        assert isinstance(error, Exception)
+        incident_id = secrets.token_hex(8)
+        report_bug(incident_id, error)
+        error = errors.InternalError(incident_id)
+    await abort_with(context, error)
