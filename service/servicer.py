@@ -43,6 +43,7 @@ from service.supervisor import STARTING_RETRY_AFTER_S, EngineState, Supervisor
 from service.tokenizer import Tokenizer
 
 _Context = grpc.aio.ServicerContext[Any, Any]
+_Deltas = AsyncGenerator[inference_pb2.GenerateResponse, None]
 _Result = TypeVar("_Result")
 
 NEVER_RUN_NOTES = {"flash": "this backend has never run on a GPU: it is tested against a stand-in only"}
@@ -227,7 +228,7 @@ class InferenceServicer:
 
     async def _deltas(
         self, message: inference_pb2.GenerateRequest
-    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+    ) -> _Deltas:
         backend = self._backend
         backend.admission.check_open()
         tokenizer, limits = backend.served()

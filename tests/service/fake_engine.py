@@ -1,0 +1,207 @@
+"""An engine without a model, for the tests of the front end: a real process, the real codec, made-up tokens.
+
+It answers each request with the ids of `tokens_of` (a function of the prompt alone), one token per step for all
+running requests. A prompt that begins with an id of `Trigger` makes it misbehave the moment the request is taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from enum import IntEnum
+
+from scheduler.codec import FrameDecoder, encode
+from scheduler.config import EngineConfig
+from scheduler.flight_record import FlightWriter, StepShape
+from scheduler.messages import (
+    Abort,
+    EngineFailed,
+    EngineStats,
+    FailureKind,
+    FinishReason,
+    LoadProgress,
+    Phase,
+    Ready,
+    RequestFailure,
+    SequenceOutput,
+    Shutdown,
+    StepOutputs,
+    Submit,
+)
+
+VOCAB_SIZE = 1000
+MAX_MODEL_LEN = 4096
+NUM_KV_BLOCKS = 64
+
+
+class Trigger(IntEnum):
+    """First id of a prompt → what happens."""
+
+    EXIT_ZERO = 990
+    SIGKILL = 991
+    SIGSEGV = 992
+    RAISE = 993
+    HANG = 994
+    GARBAGE = 995
+    CLOSE_SOCKET = 996
+    NON_FINITE = 997
+    SILENT = 998
+    """Taken, but never answered."""
+    STOP_READING = 999
+    """Idle, and deaf to every later message."""
+
+
+def tokens_of(prompt: tuple[int, ...], num_tokens: int) -> list[int]:
+    """What the fake answers: printable ASCII, as a byte-level tokenizer sees it."""
+    return [(sum(prompt) + 7 * position) % 90 for position in range(num_tokens)]
+
+
+class FakeEngine:
+    def __init__(self, connection: socket.socket, flight: FlightWriter, step_s: float) -> None:
+        self._connection = connection
+        self._flight = flight
+        self._step_s = step_s
+        self._decoder = FrameDecoder()
+        self._running: dict[int, tuple[Submit, int]] = {}
+        self._failures: list[RequestFailure] = []
+        self._step_id = 0
+        self._num_received = 0
+        self._is_deaf = False
+        self._is_over = False
+
+    def enter(self, phase: Phase) -> None:
+        self._flight.enter(
+            phase, now_ns=time.monotonic_ns(), step_id=self._step_id, num_messages_received=self._num_received
+        )
+
+    def read(self, timeout_s: float | None) -> list[object]:
+        if not select.select([self._connection], [], [], timeout_s)[0]:
+            return []
+        data = self._connection.recv(2**18)
+        if not data:
+            os._exit(0)
+        return list(self._decoder.feed(data))
+
+    def start(self, load_s: float, fail_with: str) -> None:
+        self.enter(Phase.LOADING)
+        (config,) = self.read(None)
+        assert isinstance(config, EngineConfig)
+        self._connection.sendall(encode(LoadProgress("weights", 0.1)))
+        time.sleep(load_s)
+        if fail_with:
+            name, _, message = fail_with.partition(":")
+            failed = EngineFailed(f"scheduler.errors.{name}", message, "Traceback…", Phase.LOADING, 0, "", True)
+            self._connection.sendall(encode(failed))
+            os._exit(1)
+        ready = Ready(
+            os.getpid(), "fake", 1, VOCAB_SIZE, "float32", "cpu", "reference", 16, NUM_KV_BLOCKS, MAX_MODEL_LEN,
+            config.max_num_seqs, config.max_num_batched_tokens, 0.1,
+        )  # fmt: skip
+        self._connection.sendall(encode(ready))
+
+    def run(self) -> None:
+        while not self._is_over:
+            self.enter(Phase.IDLE if not self._running else Phase.DRAIN)
+            if self._is_deaf:
+                time.sleep(60)
+            for message in self.read(self._step_s if self._running else None):
+                self._num_received += 1
+                self.enter(Phase.DRAIN)
+                self.take(message)
+            self.step()
+
+    def take(self, message: object) -> None:
+        match message:
+            case Submit():
+                self._running[message.request_id] = (message, len(message.resume_token_ids))
+                if message.prompt_token_ids[0] in set(Trigger):
+                    self.misbehave(Trigger(message.prompt_token_ids[0]), message)
+            case Abort():
+                for request_id in message.request_ids:
+                    self._running.pop(request_id, None)
+            case Shutdown():
+                self._is_over = True
+
+    def misbehave(self, trigger: Trigger, submit: Submit) -> None:
+        self._step_id += 1
+        self._flight.record(StepShape(self._step_id, len(self._running), 3, 1, 0, 3))
+        self.enter(Phase.EXECUTE)
+        match trigger:
+            case Trigger.EXIT_ZERO:
+                os._exit(0)
+            case Trigger.SIGKILL | Trigger.SIGSEGV:
+                print("last words on stderr", file=sys.stderr, flush=True)
+                os.kill(os.getpid(), getattr(signal, trigger.name))
+            case Trigger.RAISE:
+                self.fail()
+            case Trigger.HANG:
+                time.sleep(60)
+            case Trigger.GARBAGE:
+                self._connection.sendall(b"\xff" * 64)
+                time.sleep(60)
+            case Trigger.CLOSE_SOCKET:
+                self._connection.shutdown(socket.SHUT_RDWR)
+                time.sleep(60)
+            case Trigger.NON_FINITE:
+                del self._running[submit.request_id]
+                self._failures.append(RequestFailure(submit.request_id, FailureKind.NON_FINITE))
+            case Trigger.SILENT:
+                del self._running[submit.request_id]
+            case Trigger.STOP_READING:
+                self._running.clear()
+                self._is_deaf = True
+
+    def fail(self) -> None:
+        try:
+            raise RuntimeError("the root cause")
+        except RuntimeError as error:
+            frames = "".join(traceback.format_exception(error))
+        report = EngineFailed(
+            "builtins.RuntimeError", "the root cause", frames, Phase.EXECUTE, self._step_id, "num_seqs=1", False
+        )
+        self._connection.sendall(encode(report))
+        os._exit(1)
+
+    def step(self) -> None:
+        outputs = []
+        for request_id, (submit, position) in list(self._running.items()):
+            token_id = tokens_of(submit.prompt_token_ids, position + 1)[position]
+            is_last = position + 1 >= submit.stopping.max_tokens
+            cached = 0 if position == len(submit.resume_token_ids) else None
+            reason = FinishReason.MAX_TOKENS if is_last else None
+            outputs.append(SequenceOutput(request_id, 0, (token_id,), finish_reason=reason, num_cached_tokens=cached))
+            if is_last:
+                del self._running[request_id]
+            else:
+                self._running[request_id] = (submit, position + 1)
+        self._step_id += 1
+        stats = EngineStats(
+            num_running=len(self._running), num_used_kv_blocks=len(self._running), num_kv_blocks=NUM_KV_BLOCKS
+        )
+        failures, self._failures = tuple(self._failures), []
+        self.enter(Phase.SEND)
+        self._connection.sendall(encode(StepOutputs(self._step_id, tuple(outputs), failures, stats)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--socket-fd", type=int, required=True)
+    parser.add_argument("--flight-recorder-fd", type=int, required=True)
+    parser.add_argument("--load-s", type=float, default=0)
+    parser.add_argument("--step-s", type=float, default=0.002)
+    parser.add_argument("--fail-with", default="", help="Type:message of a failure to start")
+    arguments = parser.parse_args()
+    connection = socket.socket(fileno=arguments.socket_fd)
+    engine = FakeEngine(connection, FlightWriter(arguments.flight_recorder_fd), arguments.step_s)
+    engine.start(arguments.load_s, arguments.fail_with)
+    engine.run()
+
+
+if __name__ == "__main__":
+    main()
