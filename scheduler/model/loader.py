@@ -1,0 +1,146 @@
+"""From a directory or hub name to a model that is ready for the runner, or one clear sentence why not.
+
+What must live here: everything that asks transformers for files, and the translation of its errors. What must not:
+KV pools, steps, the judgement of families (`families.py`, `probe.py`).
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers.utils import logging as transformers_logging
+
+from scheduler.config import EngineConfig
+from scheduler.errors import ConfigurationError, StartupError
+from scheduler.model.families import effective_max_model_len, refuse_unsupported, unsupported
+from scheduler.model.paged_attention import PROBING
+from scheduler.model.probe import AttentionShape, probe_attention
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model in memory, examined, with its attention still unattached."""
+
+    model: Any
+    """A transformers causal language model in eval mode."""
+    model_type: str
+    attention: AttentionShape
+    num_parameters: int
+    vocab_size: int
+    """Rows of the vocabulary projection."""
+    max_model_len: int
+    """The model's own limit or the flag's, whichever is less; the KV pool may lower it further."""
+    dtype: torch.dtype
+    device: torch.device
+
+
+def use_threads(num_threads: int | None) -> int:
+    """Sets and returns the number of compute threads; None: as many as this process may use cores."""
+    num_threads = num_threads or len(os.sched_getaffinity(0))
+    torch.set_num_threads(num_threads)
+    return num_threads
+
+
+def load_model(engine_config: EngineConfig) -> LoadedModel:
+    """Loads and examines the model.
+
+    Raises ConfigurationError for flags that do not fit it, ModelUnsupportedError for a family that the engine cannot
+    run exactly, StartupError where its files are missing or broken.
+    """
+    # Its progress bars and advice would go to stderr past the one writer of it.
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    device = resolve_device(engine_config.device)
+    config = _load_config(engine_config)
+    max_model_len = effective_max_model_len(config, engine_config.max_model_len)
+    refuse_unsupported(config, max_model_len)
+    model = _load_weights(engine_config, config, device)
+    return LoadedModel(
+        model=model,
+        model_type=config.model_type,
+        attention=probe_attention(model, max_model_len),
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        vocab_size=_vocab_size(model),
+        max_model_len=max_model_len,
+        dtype=model.dtype,
+        device=device,
+    )
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` is the GPU where there is one. Raises ConfigurationError for a device that is not there."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name not in ("cpu", "cuda"):
+        raise ConfigurationError(f"no device is named {name!r}; there are auto, cpu and cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigurationError("device cuda was asked for, but torch finds no GPU")
+    return torch.device(name)
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype | str:
+    """`auto` is float32 on a CPU, where 16 bits are slow, and the checkpoint's own on a GPU."""
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else "auto"
+    if name not in _DTYPES:
+        raise ConfigurationError(f"no dtype is named {name!r}; there are auto, {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def _load_config(engine_config: EngineConfig) -> PreTrainedConfig:
+    name = engine_config.model
+    path = Path(name)
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise StartupError(f"model directory {name} has no config.json")
+    if not path.is_dir() and (path.is_absolute() or name.startswith((".", "~"))):
+        raise StartupError(f"model directory {name} does not exist")
+    try:
+        return AutoConfig.from_pretrained(
+            name, revision=engine_config.revision, trust_remote_code=engine_config.trust_remote_code
+        )
+    except ValueError as error:
+        if "trust_remote_code" in str(error) and not engine_config.trust_remote_code:
+            raise ConfigurationError(
+                f"model {name} comes with code of its own; it runs only with --trust-remote-code"
+            ) from None
+        raise ConfigurationError(f"model {name} cannot be used: {_first_line(error)}") from None
+    except Exception as error:  # noqa: BLE001 - files and hubs fail in many ways; all mean: no model
+        raise StartupError(f"model {name} cannot be read: {_first_line(error)}") from None
+
+
+def _load_weights(engine_config: EngineConfig, config: PreTrainedConfig, device: torch.device) -> Any:
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            engine_config.model,
+            config=config,
+            revision=engine_config.revision,
+            trust_remote_code=engine_config.trust_remote_code,
+            dtype=resolve_dtype(engine_config.dtype, device),
+            attn_implementation=PROBING,
+        )
+    except ConfigurationError:
+        raise
+    except Exception as error:  # noqa: BLE001 - files, hubs and models' own code fail in many ways
+        if PROBING in str(error):
+            raise unsupported(config, "its attention does not go through transformers' attention interface") from None
+        raise StartupError(f"model {engine_config.model} cannot be loaded: {_first_line(error)}") from None
+    return model.eval().requires_grad_(False).to(device)
+
+
+def _vocab_size(model: Any) -> int:
+    head = model.get_output_embeddings()
+    if head is not None and hasattr(head, "weight"):
+        return int(head.weight.shape[0])
+    return int(model.config.get_text_config(decoder=True).vocab_size)
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__

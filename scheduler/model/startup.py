@@ -1,0 +1,272 @@
+"""From an `EngineConfig` to a runner that serves: everything that happens once, before READY.
+
+What must live here: the order of starting up, and the steps run only to check, to measure and to warm up. What must
+not: anything a served step does (`model_runner.py`).
+
+The order: weights; the backend's compilation; the self-check, which compares our logits, computed in chunks beside a
+neighbour from paged memory, with those of the same modules under transformers' own attention; the memory profile,
+which is the largest step really run; the KV pool from what is left; a warm-up of the shapes that serving begins with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from scheduler.config import EngineConfig
+from scheduler.core.output import NewSequence, StepPlan
+from scheduler.errors import ConfigurationError, StartupError
+from scheduler.messages import SamplingParams, StoppingParams
+from scheduler.model.attention.base import AttentionBackend
+from scheduler.model.attention.registry import choose_backend
+from scheduler.model.families import unsupported
+from scheduler.model.input_batch import InputBatch
+from scheduler.model.kv_cache import PagedKVCache, num_bytes_per_block
+from scheduler.model.loader import LoadedModel, load_model, use_threads
+from scheduler.model.memory import PoolRequest, decide_num_kv_blocks, measure_peak_bytes, pool_budget_bytes
+from scheduler.model.model_runner import ModelRunner, RunnerInfo
+from scheduler.model.paged_attention import SERVING, PagedAttention, attach, set_implementation
+
+SELF_CHECK_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.25}
+"""Largest difference of a logit allowed, in standard deviations of the logits: far above rounding (1e-5 in float32),
+far below what a wrong mask, position or neighbour does (about 1)."""
+
+_SELF_CHECK_CHUNKS = ((16, 10), (8, 6))
+"""Tokens of two sequences in two steps: chunks, neighbours and pages that begin and end inside a step."""
+_WARM_UP_TOKENS = 32
+
+
+def load_model_runner(engine_config: EngineConfig, on_progress: Callable[[str], None]) -> ModelRunner:
+    """Loads, checks, measures, allocates and warms up; `on_progress` hears the name of each stage as it begins.
+
+    Raises ConfigurationError (ModelUnsupportedError among them) or StartupError, each with one clear line.
+    """
+    _check_limits(engine_config)
+    num_threads = use_threads(engine_config.num_threads)
+    on_progress("weights")
+    loaded = load_model(engine_config)
+    on_progress("compilation")
+    backend = _make_backend(engine_config, loaded, num_threads)
+    backend.warm_up()
+    assembly = _Assembly(engine_config, loaded, backend, PagedAttention(backend, loaded.attention.modules))
+    on_progress("self-check")
+    _self_check(assembly)
+    on_progress("memory profile")
+    num_kv_blocks = _measured_num_kv_blocks(assembly)
+    on_progress("kv pool")
+    try:
+        runner = assembly.runner(num_kv_blocks, loaded.max_model_len)
+    except (RuntimeError, MemoryError):  # torch's out-of-memory errors are RuntimeErrors
+        raise StartupError(f"the KV pool of {num_kv_blocks} blocks does not fit into memory") from None
+    on_progress("warm-up")
+    _warm_up(runner)
+    return runner
+
+
+@dataclass(frozen=True, slots=True)
+class _Assembly:
+    """The parts of a runner that do not depend on the size of its pool."""
+
+    config: EngineConfig
+    loaded: LoadedModel
+    backend: AttentionBackend
+    attention: PagedAttention
+
+    def runner(self, num_kv_blocks: int, max_model_len: int) -> ModelRunner:
+        """A runner with a pool and a batch of its own; weights and attention are shared."""
+        loaded, backend = self.loaded, self.backend
+        max_model_len = min(max_model_len, num_kv_blocks * backend.block_size)
+        attach(loaded.model, self.attention)
+        set_implementation(loaded.model, SERVING)
+        return ModelRunner(
+            model=loaded.model,
+            attention=self.attention,
+            kv_cache=PagedKVCache(backend, num_layers=len(loaded.attention.modules), num_blocks=num_kv_blocks),
+            batch=InputBatch(
+                max_num_seqs=self.config.max_num_seqs, max_model_len=max_model_len, block_size=backend.block_size
+            ),
+            info=RunnerInfo(
+                model_type=loaded.model_type,
+                num_parameters=loaded.num_parameters,
+                vocab_size=loaded.vocab_size,
+                dtype=str(loaded.dtype).removeprefix("torch."),
+                device=str(loaded.device),
+                attention_backend=backend.name,
+                block_size=backend.block_size,
+                num_kv_blocks=num_kv_blocks,
+                max_model_len=max_model_len,
+                max_num_seqs=self.config.max_num_seqs,
+                max_num_batched_tokens=self.config.max_num_batched_tokens,
+            ),
+        )
+
+
+def _check_limits(config: EngineConfig) -> None:
+    if config.max_num_seqs < 1:
+        raise ConfigurationError(f"--max-num-seqs must be at least 1, not {config.max_num_seqs}")
+    if config.max_num_batched_tokens < config.max_num_seqs:
+        raise ConfigurationError(
+            f"--max-num-batched-tokens {config.max_num_batched_tokens} is less than --max-num-seqs {config.max_num_seqs}"
+        )
+
+
+def _make_backend(config: EngineConfig, loaded: LoadedModel, num_threads: int) -> AttentionBackend:
+    shape = loaded.attention
+    backend_class = choose_backend(
+        config.attention_backend,
+        device=loaded.device,
+        dtype=loaded.dtype,
+        head_dim=shape.head_dim,
+        block_size=config.block_size,
+    )
+    return backend_class(
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        dtype=loaded.dtype,
+        device=loaded.device,
+        block_size=config.block_size,
+        num_threads=num_threads,
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- self-check
+
+
+def _self_check(assembly: _Assembly) -> None:
+    """Raises ModelUnsupportedError if our logits are not those of the model under its own attention."""
+    loaded, block_size = assembly.loaded, assembly.backend.block_size
+    chunks = [
+        [min(length, loaded.max_model_len // len(_SELF_CHECK_CHUNKS)) for length in lengths]
+        for lengths in _SELF_CHECK_CHUNKS
+    ]
+    if min(min(lengths) for lengths in chunks) < 1:
+        return  # a context of one token has nothing to get wrong
+    generator = np.random.default_rng(0)
+    token_ids = [generator.integers(loaded.vocab_size, size=sum(lengths)) for lengths in zip(*chunks, strict=True)]
+    num_blocks = [-(-len(ids) // block_size) for ids in token_ids]
+    runner = assembly.runner(sum(num_blocks), loaded.max_model_len)
+    ours = _chunked_logits(runner, token_ids, num_blocks, chunks)
+    set_implementation(loaded.model, "eager")
+    with torch.inference_mode():
+        theirs = [
+            loaded.model(input_ids=torch.from_numpy(ids)[None].to(loaded.device), use_cache=False).logits[0].float()
+            for ids in token_ids
+        ]
+    for our_logits, their_logits in zip(ours, theirs, strict=True):
+        finite = their_logits.isfinite()
+        difference = (our_logits - their_logits)[finite].abs().max()
+        limit = SELF_CHECK_TOLERANCE[loaded.dtype] * their_logits[finite].std().clamp(min=1e-6)
+        if not bool(difference <= limit):
+            raise unsupported(
+                loaded.model.config,
+                f"its logits under paged attention differ from its own by {float(difference):.2g}, "
+                f"where {float(limit):.2g} is rounding",
+            )
+
+
+def _chunked_logits(
+    runner: ModelRunner, token_ids: Sequence[np.ndarray], num_blocks: Sequence[int], chunks: Sequence[Sequence[int]]
+) -> list[torch.Tensor]:
+    """Logits [tokens, V] of each sequence, computed side by side in the given chunks from shared pages."""
+    batch = runner._batch  # noqa: SLF001 - startup is the runner's own first step
+    blocks = iter(reversed(range(sum(num_blocks))))  # neither in order nor from 0
+    new = [
+        _new_sequence(seq_id, ids.tolist(), [next(blocks) for _ in range(count)])
+        for seq_id, (ids, count) in enumerate(zip(token_ids, num_blocks, strict=True))
+    ]
+    logits: list[list[torch.Tensor]] = [[] for _ in token_ids]
+    for step, lengths in enumerate(chunks):
+        last = step == len(chunks) - 1
+        seq_ids = range(len(token_ids))
+        plan = StepPlan(
+            step_id=step,
+            seq_ids=seq_ids,
+            num_scheduled_tokens=lengths,
+            sampled_seq_ids=seq_ids if last else (),
+            num_batched_tokens=sum(lengths),
+            new=new if step == 0 else (),
+        )
+        batch.apply(plan)
+        inputs = batch.build(plan)
+        row = runner.compute_logits(replace(inputs, sampled_rows=np.arange(sum(lengths))))
+        for parts, part in zip(logits, row.split(list(lengths)), strict=True):
+            parts.append(part)
+        batch.commit(inputs, [-1] * len(inputs.sampled))
+    return [torch.cat(parts) for parts in logits]
+
+
+# --------------------------------------------------------------------------------------------------- memory profile
+
+
+def _measured_num_kv_blocks(assembly: _Assembly) -> int:
+    """Runs the largest step over a scratch pool, then lets `memory.py` decide."""
+    config, loaded, backend = assembly.config, assembly.loaded, assembly.backend
+    step_peak_bytes = max(_step_peak_bytes(assembly, config.max_num_seqs), _step_peak_bytes(assembly, 1))
+    blocks_per_seq_max = -(-loaded.max_model_len // backend.block_size)
+    request = PoolRequest(
+        num_bytes_per_block=num_bytes_per_block(backend, len(loaded.attention.modules)),
+        num_blocks_useful_max=config.max_num_seqs * blocks_per_seq_max,
+        budget_bytes=pool_budget_bytes(config, loaded.device, step_peak_bytes),
+    )
+    return decide_num_kv_blocks(config, request)
+
+
+def _step_peak_bytes(assembly: _Assembly, num_seqs: int) -> int:
+    """Memory of a step with as many tokens as a step can have, split over `num_seqs` sequences, all of them sampled."""
+    length = min(assembly.config.max_num_batched_tokens // num_seqs, assembly.loaded.max_model_len)
+    blocks_per_seq = -(-length // assembly.backend.block_size)
+    runner = assembly.runner(num_seqs * blocks_per_seq, assembly.loaded.max_model_len)
+    plan = _prefill_plan(num_seqs, length, blocks_per_seq)
+    return measure_peak_bytes(lambda: runner.execute(plan), assembly.loaded.device)
+
+
+def _warm_up(runner: ModelRunner) -> None:
+    """A prefill and two decodes, of one sequence and of a full batch, so that no first request pays for first times."""
+    info = runner.info
+    for num_seqs in {1, min(info.max_num_seqs, info.num_kv_blocks)}:
+        length = max(1, min(_WARM_UP_TOKENS // num_seqs, info.max_model_len - 1, info.block_size - 1))
+        runner.execute(_prefill_plan(num_seqs, length, 1))
+        seq_ids = range(num_seqs)
+        if length < info.max_model_len:
+            runner.execute(
+                StepPlan(
+                    step_id=0,
+                    seq_ids=seq_ids,
+                    num_scheduled_tokens=[1] * num_seqs,
+                    sampled_seq_ids=seq_ids,
+                    num_batched_tokens=num_seqs,
+                )
+            )
+        runner.execute(StepPlan(0, (), (), (), 0, finished_seq_ids=seq_ids))
+
+
+def _prefill_plan(num_seqs: int, length: int, blocks_per_seq: int) -> StepPlan:
+    """`num_seqs` sequences of `length` tokens at once, sampled with everything that takes memory."""
+    return StepPlan(
+        step_id=0,
+        seq_ids=range(num_seqs),
+        num_scheduled_tokens=[length] * num_seqs,
+        sampled_seq_ids=range(num_seqs),
+        num_batched_tokens=num_seqs * length,
+        new=[
+            _new_sequence(seq, [0] * length, range(seq * blocks_per_seq, (seq + 1) * blocks_per_seq))
+            for seq in range(num_seqs)
+        ],
+    )
+
+
+def _new_sequence(seq_id: int, token_ids: Sequence[int], block_ids: Sequence[int]) -> NewSequence:
+    return NewSequence(
+        seq_id=seq_id,
+        index=0,
+        token_ids=token_ids,
+        num_prompt_tokens=len(token_ids),
+        sampling=SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1, num_logprobs=1),
+        stopping=StoppingParams(max_tokens=1),
+        block_ids=block_ids,
+        num_computed_tokens=0,
+    )
