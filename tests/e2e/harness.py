@@ -223,6 +223,9 @@ class Server:
                 if self._has_ended or remaining_s <= 0:
                     break
                 self._changed.wait(remaining_s)
+        if self._has_ended:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(5.0)
         why = f"stderr ended (status {self.returncode})" if self._has_ended else f"not within {timeout_s} s"
         raise AssertionError(f"no log event {event!r}: {why}\n{self.raw_stderr[-8000:]}")
 
