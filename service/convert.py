@@ -1,17 +1,101 @@
 """protobuf ↔ our own requests and messages. Pure: no I/O, no clock, no randomness (the seed's source is handed in).
 
 What lives here: the meaning of each field, every check that needs no tokenizer, and the building of responses. All
-violations of a request are collected into one answer. Precedence: unknown model (NOT_FOUND), then anything invalid
+violations of a request are collected into one answer. Precedence: another model (NOT_FOUND), then anything invalid
 (INVALID_ARGUMENT), then options that this build does not support (UNIMPLEMENTED).
+
+A violation names the field and its bounds. It never repeats what the caller sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 
-from emberline.v1 import inference_pb2, info_pb2, tokenizer_pb2
-from scheduler.messages import FinishReason, SequenceOutput, StoppingParams, Submit, TokenLogprobs
-from service.request import DetokenizeRequest, GenerateRequest, Limits, SamplingDefaults, TokenizeRequest
+from google.protobuf.duration_pb2 import Duration
+
+from emberline.v1 import inference_pb2, tokenizer_pb2
+from scheduler.messages import FinishReason, SamplingParams, StoppingParams, Submit, TokenLogprobs
+from service.errors import FieldViolation, InvalidRequestError, UnknownModelError, UnsupportedOptionError
+from service.request import (
+    CACHE_SALT_BYTES_MAX,
+    INT32_MAX,
+    PRIORITY_MAX,
+    REQUEST_ID_BYTES_MAX,
+    STREAM_INTERVAL_MAX,
+    ChatInput,
+    ChatTurn,
+    DetokenizeRequest,
+    GenerateRequest,
+    Limits,
+    OutputOptions,
+    PromptInput,
+    SamplingDefaults,
+    TextInput,
+    TokenInput,
+    TokenizeRequest,
+)
+
+TEMPERATURE_GREEDY_BELOW = 1e-5
+TOP_P_MIN = 1e-6
+"""A smaller one keeps the best token alone, as this does; single precision would make it 0, which keeps none."""
+NUM_VIOLATIONS_PER_LIST_MAX = 4
+_ROLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_LABEL = re.compile(rf"[\x20-\x7e]{{1,{REQUEST_ID_BYTES_MAX}}}")
+_DURATION_S_MAX = 315_576_000_000
+"""Of google.protobuf.Duration."""
+
+
+class _Check:
+    """Collects what is wrong. Each method returns a value within bounds, so that conversion can go on to the end."""
+
+    def __init__(self) -> None:
+        self.violations: list[FieldViolation] = []
+        self.unsupported: list[str] = []
+
+    def fail(self, field: str, description: str) -> None:
+        self.violations.append(FieldViolation(field, description))
+
+    def that(self, condition: bool, field: str, description: str) -> bool:
+        if not condition:
+            self.fail(field, description)
+        return condition
+
+    def number(self, field: str, value: float, least: float, most: float) -> float:
+        """NaN is within no bounds. −0.0 becomes 0."""
+        self.that(least <= value <= most, field, f"must be in [{least:g}, {most:g}]")
+        return value + 0.0
+
+    def integer(self, field: str, value: int, least: int, most: int) -> int:
+        self.that(least <= value <= most, field, f"must be in [{least}, {most}]")
+        return value
+
+    def token_ids(self, field: str, token_ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:
+        ids = tuple(token_ids)
+        if ids and max(ids) >= vocab_size:
+            bad = [position for position, token_id in enumerate(ids) if token_id >= vocab_size]
+            for position in bad[:NUM_VIOLATIONS_PER_LIST_MAX]:
+                self.fail(f"{field}[{position}]", f"must be in [0, {vocab_size})")
+            if len(bad) > NUM_VIOLATIONS_PER_LIST_MAX:
+                self.fail(field, f"{len(bad)} ids are not in [0, {vocab_size})")
+        return ids
+
+    def duration(self, field: str, value: Duration) -> None:
+        seconds, nanos = value.seconds, value.nanos
+        positive = seconds >= 0 and nanos >= 0 and (seconds or nanos)
+        valid = positive and seconds <= _DURATION_S_MAX and nanos < 1_000_000_000
+        self.that(bool(valid), field, "must be a positive duration")
+
+    def unless(self, is_supported: bool, option: str) -> None:
+        if not is_supported:
+            self.unsupported.append(option)
+
+    def settle(self) -> None:
+        """Raises InvalidRequestError or UnsupportedOptionError if there is reason to."""
+        if self.violations:
+            raise InvalidRequestError(self.violations)
+        if self.unsupported:
+            raise UnsupportedOptionError(self.unsupported)
 
 
 def generate_request(
@@ -22,8 +106,49 @@ def generate_request(
     defaults: SamplingDefaults,
     draw_seed: Callable[[], int],
 ) -> GenerateRequest:
-    """Raises UnknownModelError, InvalidRequestError, UnsupportedOptionError."""
-    raise NotImplementedError
+    """`draw_seed` is called if the request is valid and has no seed.
+
+    Raises UnknownModelError, InvalidRequestError, UnsupportedOptionError.
+    """
+    check_model(message.model, served_model_name)
+    check = _Check()
+    label = message.request_id if message.HasField("request_id") else None
+    if label is not None and not _LABEL.fullmatch(label):
+        check.fail("request_id", f"must be 1 to {REQUEST_ID_BYTES_MAX} characters of printable ASCII")
+    prompt = _prompt(check, message, limits)
+    sampling = _sampling(check, message, limits, defaults)
+    max_tokens, min_tokens = _token_bounds(check, message, limits)
+    stopping = message.stopping
+    resume_token_ids = check.token_ids("resume_token_ids", message.resume_token_ids, limits.vocab_size)
+    output = _output(check, message.output, limits)
+    salt = message.cache.salt
+    check.that(len(salt.encode()) <= CACHE_SALT_BYTES_MAX, "cache.salt", f"at most {CACHE_SALT_BYTES_MAX} bytes")
+    priority = check.integer("priority", message.priority, -PRIORITY_MAX, PRIORITY_MAX)
+    stop_strings = _stop_strings(check, stopping.stop_strings, limits)
+    stop_token_ids = check.token_ids("stopping.stop_token_ids", stopping.stop_token_ids, limits.vocab_size)
+    check.that(
+        len(stop_token_ids) <= limits.max_stop_token_ids,
+        "stopping.stop_token_ids",
+        f"at most {limits.max_stop_token_ids} ids",
+    )
+    _not_in_this_version(check, message)
+    check.settle()
+    return GenerateRequest(
+        request_id=label,
+        prompt=prompt,
+        sampling=sampling(draw_seed),
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        stop_strings=stop_strings,
+        stop_token_ids=tuple(dict.fromkeys(stop_token_ids)),
+        ignore_eos=stopping.ignore_eos,
+        include_stop=stopping.include_stop,
+        output=output,
+        cache_salt=salt,
+        cache_bypass=message.cache.bypass,
+        priority=priority,
+        resume_token_ids=resume_token_ids,
+    )
 
 
 def to_submit(
@@ -34,44 +159,286 @@ def to_submit(
     eos_token_ids: Sequence[int],
     limits: Limits,
 ) -> Submit:
-    """Settles what only the tokenized prompt can tell. Raises InvalidRequestError if it is empty, or too long."""
-    raise NotImplementedError
+    """Settles what only the tokenized prompt can tell. Raises InvalidRequestError if it is empty or too long, or if
+    nothing could be sampled.
+
+    An absent max_tokens becomes the limit of outputs; the engine ends a sequence that fills the context before.
+    """
+    eos = () if request.ignore_eos else tuple(eos_token_ids)
+    submit = Submit(
+        request_id=engine_request_id,
+        prompt_token_ids=tuple(prompt_token_ids),
+        sampling=request.sampling,
+        stopping=StoppingParams(
+            max_tokens=limits.max_output_tokens if request.max_tokens is None else request.max_tokens,
+            min_tokens=request.min_tokens,
+            eos_token_ids=eos,
+            stop_token_ids=request.stop_token_ids,
+        ),
+        resume_token_ids=request.resume_token_ids,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+        cache_bypass=request.cache_bypass,
+    )
+    check = _Check()
+    _check_lengths(check, submit, _prompt_field(request.prompt), limits)
+    allowed = request.sampling.allowed_token_ids
+    if allowed and request.min_tokens and set(allowed) <= {*eos, *request.stop_token_ids}:
+        check.fail("sampling.allowed_token_ids", "min_tokens leaves none of them to sample: all of them stop")
+    check.settle()
+    return submit
 
 
 def finish_of_resumed(submit: Submit) -> tuple[FinishReason, int | None] | None:
     """How the sequence had already ended with its resumed tokens: EOS or STOP_TOKEN with that token; MAX_TOKENS.
-    None: it goes on.
+    None: it goes on, or the context is full, which the engine tells.
     """
-    raise NotImplementedError
+    stopping, resumed = submit.stopping, submit.resume_token_ids
+    if not resumed:
+        return None
+    if len(resumed) > stopping.min_tokens:
+        if resumed[-1] in stopping.eos_token_ids:
+            return FinishReason.EOS, resumed[-1]
+        if resumed[-1] in stopping.stop_token_ids:
+            return FinishReason.STOP_TOKEN, resumed[-1]
+    if len(resumed) >= stopping.max_tokens:
+        return FinishReason.MAX_TOKENS, None
+    return None
 
 
 def tokenize_request(
     message: tokenizer_pb2.TokenizeRequest, *, served_model_name: str, limits: Limits
 ) -> TokenizeRequest:
     """Raises UnknownModelError, InvalidRequestError."""
-    raise NotImplementedError
+    check_model(message.model, served_model_name)
+    check = _Check()
+    prompt: TextInput | ChatInput = TextInput("")
+    match message.WhichOneof("input"):
+        case "text":
+            prompt = _text(message.text, message.encode)
+        case "chat":
+            prompt = _chat(check, message.chat, limits)
+            check.that(not message.HasField("encode"), "encode", "only with text")
+        case _:
+            check.fail("input", "one of text and chat is required")
+    check.settle()
+    return TokenizeRequest(prompt, message.with_pieces)
 
 
 def detokenize_request(
     message: tokenizer_pb2.DetokenizeRequest, *, served_model_name: str, limits: Limits
 ) -> DetokenizeRequest:
     """Raises UnknownModelError, InvalidRequestError."""
-    raise NotImplementedError
+    check_model(message.model, served_model_name)
+    check = _Check()
+    token_ids = check.token_ids("ids", message.ids, limits.vocab_size)
+    check.settle()
+    return DetokenizeRequest(token_ids, _or(message, "skip_special_tokens", default=True))
 
 
 def check_model(model: str, served_model_name: str) -> None:
-    """For GetModelInfo and its like. Raises UnknownModelError."""
-    raise NotImplementedError
+    """Absent and empty mean whichever is served. Raises UnknownModelError."""
+    if model and model != served_model_name:
+        raise UnknownModelError(served_model_name)
 
 
 def tokens(
     request: GenerateRequest, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None
 ) -> list[inference_pb2.Token]:
     """The `tokens` of a delta: empty unless token_ids or logprobs were asked for."""
-    raise NotImplementedError
+    if request.sampling.num_logprobs is None or logprobs is None:
+        return [inference_pb2.Token(id=token_id) for token_id in token_ids] if request.output.token_ids else []
+    return [
+        inference_pb2.Token(
+            id=token_id,
+            logprob=entry.logprob,
+            rank=entry.rank,
+            top=[
+                inference_pb2.TokenLogprob(id=top_id, logprob=logprob)
+                for top_id, logprob in zip(entry.top_token_ids, entry.top_logprobs, strict=True)
+            ],
+        )
+        for token_id, entry in zip(token_ids, logprobs, strict=True)
+    ]
 
 
 def finish(
     reason: FinishReason, *, matched: str | None = None, matched_token_id: int | None = None
 ) -> inference_pb2.Finish:
-    raise NotImplementedError
+    """The numbers of the two enums are the same; a test holds them to it."""
+    return inference_pb2.Finish(
+        reason=inference_pb2.FinishReason.Name(reason), matched=matched, matched_token_id=matched_token_id
+    )
+
+
+def _or(message: object, field: str, *, default: bool) -> bool:
+    """An optional flag, or its default where that is not false."""
+    return bool(getattr(message, field)) if message.HasField(field) else default  # type: ignore[attr-defined]
+
+
+def _text(text: str, encode: inference_pb2.EncodeOptions) -> TextInput:
+    return TextInput(text, _or(encode, "add_special_tokens", default=True), encode.parse_special)
+
+
+def _prompt(check: _Check, message: inference_pb2.GenerateRequest, limits: Limits) -> PromptInput:
+    kind = message.WhichOneof("input")
+    if message.HasField("encode"):
+        check.that(kind == "text", "encode", "only with text")
+    if kind == "text":
+        return _text(message.text, message.encode)
+    if kind == "chat":
+        return _chat(check, message.chat, limits)
+    if kind is None:
+        check.fail("input", "one of text, token_ids and chat is required")
+    else:
+        check.that(len(message.token_ids.ids) > 0, "token_ids.ids", "at least one id")
+    return TokenInput(check.token_ids("token_ids.ids", message.token_ids.ids, limits.vocab_size))
+
+
+def _chat(check: _Check, chat: inference_pb2.Chat, limits: Limits) -> ChatInput:
+    field = "chat.messages"
+    in_bounds = 1 <= len(chat.messages) <= limits.max_chat_messages
+    check.that(in_bounds, field, f"1 to {limits.max_chat_messages} messages")
+    # A role becomes part of the template's own words, and there it might complete the string of a special token.
+    bad = [position for position, turn in enumerate(chat.messages) if not _ROLE.fullmatch(turn.role)]
+    for position in bad[:NUM_VIOLATIONS_PER_LIST_MAX]:
+        check.fail(f"{field}[{position}].role", "must be 1 to 64 letters, digits, dots, hyphens and underscores")
+    turns = tuple(ChatTurn(turn.role, turn.content, turn.parse_special) for turn in chat.messages)
+    return ChatInput(turns, _or(chat, "add_generation_prompt", default=True))
+
+
+def _sampling(
+    check: _Check, message: inference_pb2.GenerateRequest, limits: Limits, defaults: SamplingDefaults
+) -> Callable[[Callable[[], int]], SamplingParams]:
+    """Checks the options; gives what makes them effective once the rest of the request is valid, too."""
+    options = message.sampling
+
+    def number(name: str, default: float, least: float, most: float) -> float:
+        if not options.HasField(name):
+            return default
+        return check.number(f"sampling.{name}", getattr(options, name), least, most)
+
+    temperature = number("temperature", defaults.temperature, 0, 100)
+    top_p = number("top_p", defaults.top_p, 0, 1)
+    if options.HasField("top_p") and top_p == 0:
+        check.fail("sampling.top_p", "must be in (0, 1]")
+    values = {
+        "min_p": number("min_p", defaults.min_p, 0, 1),
+        "presence_penalty": number("presence_penalty", 0.0, -2, 2),
+        "frequency_penalty": number("frequency_penalty", 0.0, -2, 2),
+        "repetition_penalty": number("repetition_penalty", defaults.repetition_penalty, 0.01, 100),
+    }
+    top_k = defaults.top_k
+    if options.HasField("top_k"):
+        top_k = check.integer("sampling.top_k", options.top_k, 0, INT32_MAX)
+    logit_bias = _logit_bias(check, options, limits)
+    allowed = check.token_ids("sampling.allowed_token_ids", options.allowed_token_ids, limits.vocab_size)
+    check.that(len(set(allowed)) == len(allowed), "sampling.allowed_token_ids", "must be distinct")
+    num_logprobs = None
+    if message.output.HasField("logprobs"):
+        num_logprobs = check.integer("output.logprobs", message.output.logprobs, 0, limits.max_logprobs)
+
+    def effective(draw_seed: Callable[[], int]) -> SamplingParams:
+        return SamplingParams(
+            temperature=0.0 if temperature < TEMPERATURE_GREEDY_BELOW else temperature,
+            top_p=max(top_p, TOP_P_MIN),
+            top_k=top_k,
+            seed=options.seed if options.HasField("seed") else draw_seed(),
+            logit_bias=logit_bias,
+            allowed_token_ids=allowed,
+            num_logprobs=num_logprobs,
+            **values,
+        )
+
+    return effective
+
+
+def _logit_bias(check: _Check, options: inference_pb2.SamplingOptions, limits: Limits) -> tuple[tuple[int, float], ...]:
+    """In order of id: a map has none of its own, and the same request should make the same Submit."""
+    field = "sampling.logit_bias"
+    bias = dict(sorted(options.logit_bias.items()))
+    bad_ids = [token_id for token_id in bias if token_id >= limits.vocab_size]
+    bad_values = [token_id for token_id, value in bias.items() if not -100 <= value <= 100]
+    for token_id in bad_ids[:NUM_VIOLATIONS_PER_LIST_MAX]:
+        check.fail(f"{field}[{token_id}]", f"the id must be in [0, {limits.vocab_size})")
+    for token_id in bad_values[:NUM_VIOLATIONS_PER_LIST_MAX]:
+        check.fail(f"{field}[{token_id}]", "the value must be in [-100, 100]")
+    return tuple((token_id, value + 0.0) for token_id, value in bias.items())
+
+
+def _token_bounds(check: _Check, message: inference_pb2.GenerateRequest, limits: Limits) -> tuple[int | None, int]:
+    """max_tokens and min_tokens."""
+    stopping = message.stopping
+    max_tokens = None
+    if stopping.HasField("max_tokens"):
+        least = 0 if message.output.HasField("prompt_logprobs") else 1
+        max_tokens = check.integer("stopping.max_tokens", stopping.max_tokens, least, limits.max_output_tokens)
+    most = limits.max_output_tokens if max_tokens is None else max_tokens
+    in_bounds = 0 <= stopping.min_tokens <= most
+    check.that(in_bounds, "stopping.min_tokens", f"must be in [0, max_tokens], and max_tokens is {most} here")
+    return max_tokens, stopping.min_tokens
+
+
+def _stop_strings(check: _Check, stop_strings: Sequence[str], limits: Limits) -> tuple[str, ...]:
+    field = "stopping.stop_strings"
+    check.that(len(stop_strings) <= limits.max_stop_strings, field, f"at most {limits.max_stop_strings} strings")
+    for position, stop in enumerate(stop_strings[: limits.max_stop_strings]):
+        if not 1 <= len(stop.encode()) <= limits.max_stop_string_bytes:
+            check.fail(f"{field}[{position}]", f"must be 1 to {limits.max_stop_string_bytes} bytes")
+    return tuple(stop_strings)
+
+
+def _output(check: _Check, output: inference_pb2.OutputOptions, limits: Limits) -> OutputOptions:
+    if output.HasField("prompt_logprobs"):
+        check.integer("output.prompt_logprobs", output.prompt_logprobs, 0, limits.max_logprobs)
+    if output.HasField("stream_interval"):
+        check.integer("output.stream_interval", output.stream_interval, 1, STREAM_INTERVAL_MAX)
+    return OutputOptions(
+        text=_or(output, "text", default=True),
+        token_ids=output.token_ids,
+        skip_special_tokens=_or(output, "skip_special_tokens", default=True),
+    )
+
+
+def _not_in_this_version(check: _Check, message: inference_pb2.GenerateRequest) -> None:
+    """What is part of the protocol but does not work yet. A wrong value is still a wrong value."""
+    if message.sampling.HasField("n"):
+        check.integer("sampling.n", message.sampling.n, 1, INT32_MAX)
+        check.unless(message.sampling.n == 1, "sampling.n above 1")
+    check.unless(not message.output.HasField("prompt_logprobs"), "output.prompt_logprobs")
+    check.unless(message.output.stream_interval <= 1, "output.stream_interval above 1")
+    if message.HasField("guided"):
+        kind = message.guided.WhichOneof("guide")
+        check.that(kind is not None, "guided", "a guide is required")
+        check.that(kind != "choice" or len(message.guided.choice.options) > 0, "guided.choice.options", "at least one")
+        check.unless(is_supported=False, option="guided")
+    for field, value in (("max_queue_time", message.max_queue_time), ("max_time", message.max_time)):
+        if message.HasField(field):
+            check.duration(field, value)
+            check.unless(is_supported=False, option=field)
+    check.unless(not message.resume_on_engine_death, "resume_on_engine_death")
+
+
+def _prompt_field(prompt: PromptInput) -> str:
+    match prompt:
+        case TextInput():
+            return "text"
+        case ChatInput():
+            return "chat"
+        case TokenInput():
+            return "token_ids.ids"
+
+
+def _check_lengths(check: _Check, submit: Submit, field: str, limits: Limits) -> None:
+    num_prompt = len(submit.prompt_token_ids)
+    num_tokens = num_prompt + len(submit.resume_token_ids)
+    if num_prompt == 0:
+        check.fail(field, "at least one token")
+    elif num_prompt > limits.max_prompt_tokens:
+        check.fail(field, f"{num_prompt} tokens; at most {limits.max_prompt_tokens}")
+    elif num_tokens > limits.max_prompt_tokens:
+        # Where the resumed tokens had reached the end there is nothing to compute, and the answer is that end.
+        is_over = finish_of_resumed(submit) is not None or num_tokens == limits.max_model_len
+        if num_tokens > limits.max_model_len or not is_over:
+            most = limits.max_prompt_tokens
+            check.fail("resume_token_ids", f"{num_tokens} tokens together with the prompt; at most {most}")

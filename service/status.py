@@ -17,12 +17,13 @@ one) is answered INVALID_ARGUMENT before a body is called, without the traceback
 from __future__ import annotations
 
 import asyncio
+import inspect
 import math
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import grpc
 from google.protobuf import duration_pb2
@@ -42,6 +43,7 @@ NEVER = -1.0
 """A pushback that forbids the client's library to retry."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
+_Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # a string: only in the stubs is the class generic
 ReportBug = Callable[[str, Exception], None]
 """Called with an incident id and the exception, once per exception that the table does not know; logs it."""
 
@@ -187,54 +189,46 @@ def _refuse_unreadable(request: Message | _Unreadable) -> None:
 def safe_handlers(service: ServiceDescriptor, servicer: object, report_bug: ReportBug) -> grpc.GenericRpcHandler:
     """Method handlers for an asyncio servicer: deserializers that never raise, and a catch-all around each body.
 
-    The servicer has one method per rpc, `async def Method(request, context)`: a coroutine, or an async generator where
-    the rpc streams. It raises `CallError`s, or calls `context.abort` itself.
+    The servicer has one method per rpc, `async def Method(request, context)`: a coroutine; where the rpc streams, an
+    async generator, or a coroutine that calls `context.write`. It raises `CallError`s, or calls `context.abort` itself.
     """
     handlers = {method.name: _handler(method, getattr(servicer, method.name), report_bug) for method in service.methods}
     return grpc.method_handlers_generic_handler(service.full_name, handlers)
 
 
-def _handler(
-    method: MethodDescriptor, body: Callable[..., Any], report_bug: ReportBug
-) -> grpc.RpcMethodHandler[Any, Any]:
+def _handler(method: MethodDescriptor, body: Callable[..., Any], report_bug: ReportBug) -> _Handler:
     assert not method.client_streaming, "no rpc of ours streams requests"
-    make, wrapped = (
-        (grpc.unary_stream_rpc_method_handler, _streaming(body, report_bug))
-        if method.server_streaming
-        else (grpc.unary_unary_rpc_method_handler, _unary(body, report_bug))
-    )
-    return make(
-        wrapped,
-        request_deserializer=_safe_deserializer(GetMessageClass(method.input_type)),
-        response_serializer=GetMessageClass(method.output_type).SerializeToString,
-    )
+    make = grpc.unary_stream_rpc_method_handler if method.server_streaming else grpc.unary_unary_rpc_method_handler
+    if inspect.isasyncgenfunction(body):
+        body = _writing(body)
 
-
-def _unary(body: Callable[[Any, Context], Awaitable[Message]], report_bug: ReportBug) -> Callable[..., Any]:
-    async def call(request: Message | _Unreadable, context: Context) -> Message:
+    async def call(request: Message | _Unreadable, context: Context) -> Any:
         try:
             _refuse_unreadable(request)
             return await body(request, context)
         except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - the catch-all around every rpc
             await _end_badly(context, error, report_bug)
 
-    return call
+    return make(
+        call,
+        request_deserializer=_safe_deserializer(GetMessageClass(method.input_type)),
+        response_serializer=GetMessageClass(method.output_type).SerializeToString,
+    )
 
 
-def _streaming(
-    body: Callable[[Any, Context], AsyncGenerator[Message, None]], report_bug: ReportBug
-) -> Callable[..., AsyncGenerator[Message, None]]:
-    async def call(request: Message | _Unreadable, context: Context) -> AsyncGenerator[Message, None]:
-        try:
-            _refuse_unreadable(request)
-            # Closed here and now, not when the garbage collector finds it: its `finally` is what frees the engine.
-            async with aclosing(body(request, context)) as responses:
-                async for response in responses:
-                    yield response
-        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - the catch-all around every rpc
-            await _end_badly(context, error, report_bug)
+def _writing(
+    body: Callable[[Any, Context], AsyncGenerator[Message, None]],
+) -> Callable[[Any, Context], Awaitable[None]]:
+    """A generator body as one that writes. grpc would leave closing the generator to the garbage collector; here its
+    `finally` runs in the call's own task, at once.
+    """
 
-    return call
+    async def write_all(request: Any, context: Context) -> None:
+        async with aclosing(body(request, context)) as responses:
+            async for response in responses:
+                await context.write(response)
+
+    return write_all
 
 
 async def _end_badly(context: Context, error: BaseException, report_bug: ReportBug) -> NoReturn:
