@@ -169,5 +169,6 @@ class AttentionBackend(ABC):
         and values before it reads any. Returns a fresh contiguous tensor [T, num_heads, head_dim].
         """
 
+    @abstractmethod
     def warm_up(self) -> None:
         """Compiles and loads everything that a step may need, so that nothing is left for after READY."""

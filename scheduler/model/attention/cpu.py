@@ -4,22 +4,27 @@ What lives here: the pool's memory layout, the cutting of a step into work items
 not: arithmetic, which is in `cpu_kernel.py` and `simd.py`.
 
 Keys lie dimension by dimension inside a block, values token by token, so that both products of attention run along
-vectors without a horizontal sum. Threads are OpenMP's, the same pool that torch's matrix products use (torch's own
-libgomp is loaded first and found by its name), where numba finds OpenMP at all.
+vectors without a horizontal sum.
+
+Threads are those of torch's matrix products: the kernels run in a parallel region of the OpenMP library that torch has
+loaded, entered as compiled code enters it. numba's own layer would find the system's copy of that library, a second
+pool whose threads spin against the first, and would reset torch's number of threads; or none, and start its own.
 
 Compiled code is kept under $EMBERLINE_CACHE/numba (default ~/.cache/emberline/numba), in a folder named after the
-kernels' sources; inside, numba keys it by its own version and by the processor. Where nothing can be written, each
-process compiles for itself.
+kernels' sources; inside, numba keys it by its own version and by the processor. A damaged cache is thrown away. Where
+nothing can be written, each process compiles for itself.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import logging
+import math
 import os
+import shutil
+import struct
 import tempfile
-import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -47,19 +52,25 @@ POOL_KINDS: dict[torch.dtype, Any] = {
 }
 """What tells the kernel the pools' element type, see `simd.POOL_KINDS`."""
 
-PARALLEL_WORK_MIN = 64 * 1024
-"""Scores (query rows x tokens seen) in a step's layer below which one thread is faster than waking a second."""
+SCORES_PARALLEL_MIN = 2048
+"""Scores (queries x heads x tokens seen) of a layer below which one thread is done before a second has woken."""
+TOKENS_PARALLEL_MIN = 64
+"""Tokens of a step below which one thread writes all keys and values."""
+
+CACHE_LINE_BYTES = 64
+PACK_CALL = struct.Struct(f"={len(cpu_kernel.CALL.fields or ()) - 1}qd")
 
 
 @dataclass(slots=True)
 class CpuMetadata(AttentionMetadata):
-    """Adds the same as arrays, and the step's work items."""
+    """Adds the step's work items."""
 
-    arrays: tuple[Int64Array, Int32Array, Int32Array, Int32Array]
-    """slot_mapping, query_start_loc, context_lens and block_table, sharing memory with the tensors."""
     items: Int32Array
     """[n, 4]: sequence, KV head, first query, number of queries; the dearest first."""
-    num_workers: int
+    num_threads: int
+    """How many are worth waking."""
+    packed: tuple[int, ...]
+    """The step's part of `cpu_kernel.CALL`, from `num_tokens` to `num_items`."""
 
 
 class CpuBackend(AttentionBackend):
@@ -90,14 +101,17 @@ class CpuBackend(AttentionBackend):
             block_size=block_size,
             num_threads=num_threads,
         )
-        self.num_threads = min(self.num_threads, numba.config.NUMBA_NUM_THREADS)
-        self._group_size = num_heads // num_kv_heads
-        self._queries_per_item = cpu_kernel.num_item_rows_max(self._group_size) // self._group_size
-        self._scratch_stride = cpu_kernel.scratch_size_bytes(self._group_size, head_dim)
-        self._scratch = torch.zeros(self.num_threads * self._scratch_stride, dtype=torch.uint8)
-        self._counter = torch.zeros(1, dtype=torch.int64)
-        self._shape = (num_heads, num_kv_heads, head_dim, self.block_size, dtype.itemsize)
-        self._threads_set_for: int | None = None
+        group_size = num_heads // num_kv_heads
+        self._queries_per_item = cpu_kernel.num_item_rows_max(group_size) // group_size
+        scratch_stride = cpu_kernel.scratch_size_bytes(group_size, head_dim)
+        self._scratch = torch.zeros(self.num_threads * scratch_stride, dtype=torch.uint8)
+        self._counters = np.zeros(3 * CACHE_LINE_BYTES // 8, dtype=np.int64)
+        self._counter_addresses = [self._counters.ctypes.data + i * CACHE_LINE_BYTES for i in range(3)]
+        self._call = ctypes.create_string_buffer(PACK_CALL.size)
+        self._packed = (
+            *(num_heads, num_kv_heads, head_dim, self.block_size, dtype.itemsize),
+            *(self._scratch.data_ptr(), scratch_stride),
+        )
 
     @classmethod
     def unsupported_reason(
@@ -124,7 +138,7 @@ class CpuBackend(AttentionBackend):
         """The zeroed pools of one layer, in the layout of this class."""
         key_shape = (num_blocks, self.num_kv_heads, self.head_dim, self.block_size)
         value_shape = (num_blocks, self.num_kv_heads, self.block_size, cpu_kernel.padded(self.head_dim))
-        return LayerCache(torch.zeros(key_shape, dtype=self.dtype), torch.zeros(value_shape, dtype=self.dtype))
+        return LayerCache(_zeros_in_large_pages(key_shape, self.dtype), _zeros_in_large_pages(value_shape, self.dtype))
 
     def key_view(self, layer_cache: LayerCache) -> torch.Tensor:
         return layer_cache.key.permute(0, 3, 1, 2)
@@ -144,14 +158,22 @@ class CpuBackend(AttentionBackend):
             query_lens=query_lens, context_lens=context_lens, block_table=block_table, slot_mapping=slot_mapping
         )
         items, num_scores = self._cut(query_lens, context_lens)
-        is_small = num_scores * self.num_kv_heads * self._group_size < PARALLEL_WORK_MIN
+        is_small = num_scores * self.num_heads < SCORES_PARALLEL_MIN
         fields = {name: getattr(common, name) for name in AttentionMetadata.__slots__}
-        arrays = (common.slot_mapping, common.query_start_loc, common.context_lens, common.block_table)
         return CpuMetadata(
             **fields,
-            arrays=tuple(tensor.numpy() for tensor in arrays),  # type: ignore[arg-type]
             items=items,
-            num_workers=1 if is_small else max(min(self.num_threads, len(items)), 1),
+            num_threads=1 if is_small else min(self.num_threads, len(items)),
+            packed=(
+                common.num_tokens,
+                common.slot_mapping.data_ptr(),
+                common.query_start_loc.data_ptr(),
+                common.context_lens.data_ptr(),
+                common.block_table.data_ptr(),
+                common.block_table.stride(0),
+                items.ctypes.data,
+                len(items),
+            ),
         )
 
     def _cut(self, query_lens: Int32Array, context_lens: Int32Array) -> tuple[Int32Array, int]:
@@ -177,73 +199,125 @@ class CpuBackend(AttentionBackend):
         metadata: AttentionMetadata,
         scale: float,
     ) -> torch.Tensor:
-        """One call of the compiled kernel; half precision adds a conversion of each tensor, of the whole row at once."""
+        """Two compiled calls for the whole batch; half precision converts each tensor besides, as a whole."""
         assert isinstance(metadata, CpuMetadata)
-        self._limit_threads()
         if self.dtype != torch.float32:
             query, key, value = query.float(), key.float(), value.float()
         output = torch.empty(query.shape, dtype=torch.float32)
-        compiled_kernel()(
-            POOL_KINDS[self.dtype],
-            query.data_ptr(),
-            query.stride(0),
-            key.data_ptr(),
-            key.stride(0),
-            value.data_ptr(),
-            value.stride(0),
-            layer_cache.key.data_ptr(),
-            layer_cache.value.data_ptr(),
-            *metadata.arrays,
-            metadata.items,
-            metadata.num_workers,
-            self._scratch.data_ptr(),
-            self._scratch_stride,
-            self._counter.data_ptr(),
+        PACK_CALL.pack_into(
+            self._call,
+            0,
+            *(query.data_ptr(), query.stride(0), key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0)),
+            *(layer_cache.key.data_ptr(), layer_cache.value.data_ptr(), output.data_ptr()),
+            *self._packed,
+            *metadata.packed,
+            *self._counter_addresses,
             scale,
-            output.data_ptr(),
-            self._shape,
         )
+        self._counters.fill(0)
+        kernels = compiled_kernels(self.dtype)
+        run_parallel(kernels.write, self._call, self.num_threads if metadata.num_tokens >= TOKENS_PARALLEL_MIN else 1)
+        run_parallel(kernels.attend, self._call, metadata.num_threads)
         return output if self.dtype == torch.float32 else output.to(self.dtype)
 
-    def _limit_threads(self) -> None:
-        """numba keeps the number of threads per calling thread."""
-        thread = threading.get_ident()
-        if self._threads_set_for != thread:
-            numba.set_num_threads(self.num_threads)
-            self._threads_set_for = thread
-
     def warm_up(self) -> None:
-        """Compiles the kernel for this dtype, or loads it from the cache, and starts the threads."""
-        cache_of_layer = self.allocate_layer(1)
+        """Compiles the kernels for this dtype, or loads them from the cache, and starts the threads."""
+        layer_cache = self.allocate_layer(1)
         metadata = self.build_metadata(
             query_lens=np.ones(1, dtype=np.int32),
             context_lens=np.ones(1, dtype=np.int32),
             block_table=np.zeros((1, 1), dtype=np.int32),
             slot_mapping=np.zeros(1, dtype=np.int64),
         )
-        metadata.num_workers = min(self.num_threads, self.num_kv_heads)
+        metadata.num_threads = self.num_threads
         query = torch.zeros(1, self.num_heads, self.head_dim, dtype=self.dtype)
         key = torch.zeros(1, self.num_kv_heads, self.head_dim, dtype=self.dtype)
-        self.forward(query, key, key, cache_of_layer, metadata, 1.0)
+        self.forward(query, key, key, layer_cache, metadata, 1.0)
+
+
+KernelFunction = Any
+"""A ctypes function of one pointer; calling it releases the GIL."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The compiled functions for one dtype of pools, see `cpu_kernel.build_functions`."""
+
+    write: KernelFunction
+    attend: KernelFunction
+    compiled: tuple[Any, Any]
+    """What owns their machine code."""
+
+
+def run_parallel(function: KernelFunction, call: ctypes.Array[ctypes.c_char], num_threads: int) -> None:
+    """Runs `function(call)` once on each of `num_threads` threads, this one included, and waits for all."""
+    gomp_parallel = _gomp_parallel()
+    if num_threads == 1 or gomp_parallel is None:
+        function(call)
+    else:
+        gomp_parallel(function, call, num_threads, 0)
 
 
 @cache
-def compiled_kernel() -> Callable[..., None]:
-    """The kernel, compiled at its first call for each dtype; from the on-disk cache where there is one."""
+def _gomp_parallel() -> KernelFunction | None:
+    """`void GOMP_parallel(void (*fn)(void *), void *data, unsigned num_threads, unsigned flags)`: what GCC emits for
+    `#pragma omp parallel`, from the library in torch's global symbols. None where that is another library.
+    """
+    try:
+        function = ctypes.CDLL(None).GOMP_parallel
+    except (AttributeError, OSError, TypeError):
+        logger.warning("torch has loaded no libgomp here: attention runs on one thread")
+        return None
+    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+    function.restype = None
+    return function
+
+
+def _zeros_in_large_pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A zeroed tensor, all of it resident. Blocks lie scattered, and looking up small pages took a third of a decode.
+
+    numpy asks Linux for huge pages (madvise) where an array is large; torch's allocator does not.
+    """
+    array = np.empty(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    array.fill(0)
+    return torch.from_numpy(array).view(dtype).view(shape)
+
+
+@cache
+def compiled_kernels(dtype: torch.dtype) -> Kernels:
+    """Compiles for pools of `dtype`, or loads from the cache on disk."""
+    kind = POOL_KINDS[dtype]
     directory = _cache_directory()
-    if directory is not None:
-        numba.config.CACHE_DIR = str(directory)
-    return numba.njit(parallel=True, nogil=True, cache=directory is not None)(cpu_kernel.attend)
+    if directory is None:
+        return _build(kind, None)
+    try:
+        return _build(kind, directory)
+    except Exception as error:  # noqa: BLE001 - a damaged pickle can raise anything; our own bugs raise again below
+        logger.warning("compiled attention kernels could not be cached in %s (%s)", directory, type(error).__name__)
+        shutil.rmtree(directory, ignore_errors=True)
+        return _build(kind, None)
+
+
+def _build(kind: Any, directory: Path | None) -> Kernels:
+    before = numba.config.CACHE_DIR
+    try:
+        if directory is not None:
+            numba.config.CACHE_DIR = str(directory)
+        write, attend = cpu_kernel.build_functions(kind, cache=directory is not None)
+    finally:
+        numba.config.CACHE_DIR = before
+    prototype = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+    return Kernels(write=prototype(write.address), attend=prototype(attend.address), compiled=(write, attend))
 
 
 def _cache_directory() -> Path | None:
     """A writable folder for this version of the kernels, or None."""
-    root = os.environ.get("EMBERLINE_CACHE") or Path.home() / ".cache" / "emberline"
     sources = b"".join(Path(module.__file__).read_bytes() for module in (simd, cpu_kernel) if module.__file__)
-    directory = Path(root) / "numba" / hashlib.sha256(sources).hexdigest()[:16]
     try:
+        root = Path(os.environ.get("EMBERLINE_CACHE") or Path.home() / ".cache" / "emberline")
+        directory = root / "numba" / hashlib.sha256(sources).hexdigest()[:16]
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
             return directory
-    except OSError:
+    except (OSError, RuntimeError):
         return None

@@ -10,8 +10,9 @@ and never waits for the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -29,11 +30,11 @@ try:
 except ImportError:
     flash_attn_varlen_func = None
 
-varlen_attn: Callable[..., torch.Tensor] | None
+varlen: ModuleType | None
 try:
-    from torch.nn.attention.varlen import varlen_attn
+    varlen = import_module("torch.nn.attention.varlen")
 except ImportError:
-    varlen_attn = None
+    varlen = None
 
 FULL_CONTEXT = -1
 """As a window's left side: no bound."""
@@ -58,19 +59,22 @@ class FlashBackend(AttentionBackend):
         cls, *, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int | None = None
     ) -> str | None:
         """The documented limits of flash-attn 2: CUDA from compute capability 8.0, half precision, head_dim, paging."""
-        if flash_attn_varlen_func is None and varlen_attn is None:
+        if flash_attn_varlen_func is None and varlen is None:
             return "needs the package flash-attn (extra `cuda`) or torch 2.12 or later"
         if device.type != "cuda":
             return f"needs a CUDA device, not {device.type}"
+        if torch.cuda.get_device_capability(device) < (8, 0):
+            return "needs a GPU of compute capability 8.0 (Ampere) or later"
+        return cls._unsupported_shape(dtype, head_dim, block_size)
+
+    @classmethod
+    def _unsupported_shape(cls, dtype: torch.dtype, head_dim: int, block_size: int | None) -> str | None:
         if dtype not in (torch.float16, torch.bfloat16):
             return f"needs float16 or bfloat16, not {str(dtype).removeprefix('torch.')}"
         if head_dim > 256 or head_dim % 8 != 0:
             return f"needs a head_dim that is a multiple of 8 and at most 256, not {head_dim}"
         if block_size is not None and (block_size < 256 or block_size % 256 != 0):
             return f"needs a block size that is a multiple of 256, not {block_size}"
-        capability = torch.cuda.get_device_capability(device)
-        if capability < (8, 0):
-            return f"needs compute capability 8.0 or later, not {capability[0]}.{capability[1]}"
         return None
 
     def build_metadata(
@@ -133,8 +137,8 @@ class FlashBackend(AttentionBackend):
         self, query: torch.Tensor, layer_cache: LayerCache, metadata: FlashMetadata, scale: float
     ) -> torch.Tensor:
         """torch's default window is not causal; one split keeps a sequence's result independent of its neighbours."""
-        assert varlen_attn is not None
-        return varlen_attn(
+        assert varlen is not None
+        output = varlen.varlen_attn(
             query,
             layer_cache.key,
             layer_cache.value,
@@ -149,6 +153,8 @@ class FlashBackend(AttentionBackend):
             block_table=metadata.block_table,
             num_splits=1,
         )
+        assert isinstance(output, torch.Tensor)
+        return output
 
     def warm_up(self) -> None:
         """Runs a decode and a chunk once: the first call loads the kernels' module onto the device."""

@@ -58,6 +58,9 @@ class ReferenceBackend(AttentionBackend):
             ).to(query.dtype)
         return output
 
+    def warm_up(self) -> None:
+        """Nothing to compile."""
+
     def _attend_one(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
         """[q, num_heads, d] over [c, num_kv_heads, d] twice → [q, num_heads, d]."""
         group_size = self.num_heads // self.num_kv_heads

@@ -11,6 +11,8 @@ pools in bfloat16 or float16 are widened as they are loaded. An argument `kind` 
 own type, see `POOL_KINDS`. Addresses are bytes, indices and strides are elements.
 """
 
+# ruff: noqa: ARG001 - numba types an intrinsic by calling it with all its arguments; the generated code uses them
+
 from __future__ import annotations
 
 import math
@@ -50,6 +52,7 @@ class _Emitter:
     def __init__(self, builder: ir.IRBuilder, kind: str) -> None:
         self.builder = builder
         self.kind = kind
+        self.element_bytes = 4 if kind == "float32" else 2
 
     def splat(self, value: float, vector_type: ir.VectorType = VEC) -> ir.Constant:
         return ir.Constant(vector_type, [vector_type.element(value)] * LANES)
@@ -81,6 +84,14 @@ class _Emitter:
 
     def load_float(self, address: ir.Value, index: ir.Value) -> ir.Value:
         return self.builder.load(self.element(address, index))
+
+    def prefetch(self, address: ir.Value) -> None:
+        """Hints that the cache line at `address` is read soon; never faults."""
+        byte_pointer = ir.IntType(8).as_pointer()
+        function_type = ir.FunctionType(ir.VoidType(), [byte_pointer, I32, I32, I32])
+        function = cgutils.get_or_insert_function(self.builder.module, function_type, "llvm.prefetch.p0")
+        read, keep, data = I32(0), I32(3), I32(1)
+        self.builder.call(function, [self.builder.inttoptr(address, byte_pointer), read, keep, data])
 
     def fma(self, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
         """a * b + c; one rounding where the processor has the instruction."""
@@ -140,29 +151,31 @@ def _as_int64(context: Any, builder: ir.IRBuilder, args: Sequence[ir.Value], sig
 
 
 @intrinsic
-def score_tile(typingctx, kind, num_rows, num_vectors, head_dim, query, keys, key_stride, scores):  # noqa: ANN001, ANN201, ARG001
+def score_tile(typingctx, kind, num_rows, num_vectors, head_dim, query, keys, key_stride, ahead, scores):
     """scores[r * TILE + t] = query[r] . key[t], for `num_rows` rows and `num_vectors` x LANES tokens.
 
     `query`: float32 [num_rows, head_dim]. `keys`: int64 [num_vectors], addresses of the keys of LANES tokens each,
     dimension by dimension: element d of token t at `d * key_stride + t`. Per score, the products are added in the
-    order of d.
+    order of d. `ahead`: int64 [num_vectors], addresses of LANES x head_dim elements each that are wanted next.
     """
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Sequence[ir.Value]) -> ir.Value:
         e = _Emitter(builder, POOL_KINDS[sig.args[0]])
-        rows, vectors, dim, query, keys, stride, scores = _as_int64(context, builder, args, sig)
+        rows, vectors, dim, query, keys, stride, ahead, scores = _as_int64(context, builder, args, sig)
 
         def emit(num_rows: int, num_vectors: int) -> None:
             key_table = builder.inttoptr(keys, I64.as_pointer())
             key = [builder.load(builder.gep(key_table, [I64(v)])) for v in range(num_vectors)]
-            sums = [
-                [cgutils.alloca_once_value(builder, e.splat(0.0)) for _ in range(num_vectors)] for _ in range(num_rows)
-            ]
+            ahead_table = builder.inttoptr(ahead, I64.as_pointer())
+            wanted = [builder.load(builder.gep(ahead_table, [I64(v)])) for v in range(num_vectors)]
+            sums = [[cgutils.alloca_once(builder, VEC) for _ in range(num_vectors)] for _ in range(num_rows)]
             for row_sums in sums:
                 for total in row_sums:
                     builder.store(e.splat(0.0), total)
             with cgutils.for_range(builder, dim) as loop:
                 offset = builder.mul(loop.index, stride)
+                for address in wanted:
+                    e.prefetch(builder.add(address, builder.mul(loop.index, I64(LANES * e.element_bytes))))
                 key_values = [e.load_vector(address, offset, e.kind) for address in key]
                 for r, row_sums in enumerate(sums):
                     index = builder.add(builder.mul(I64(r), dim), loop.index)
@@ -179,11 +192,11 @@ def score_tile(typingctx, kind, num_rows, num_vectors, head_dim, query, keys, ke
         _switch(builder, vectors, (1, TILE_VECTORS), emit_for_vectors)
         return context.get_dummy_value()
 
-    return types.void(kind, *[types.int64] * 7), codegen
+    return types.void(kind, *[types.int64] * 8), codegen
 
 
 @intrinsic
-def softmax_tile(typingctx, kind, num_tokens, scores, head_dim, maximum, sums, output):  # noqa: ANN001, ANN201, ARG001
+def softmax_tile(typingctx, kind, num_tokens, scores, head_dim, maximum, sums, output):
     """One row's step of the online softmax (Milakov & Gimelshein 2018), in base 2.
 
     Turns `scores` (float32 [TILE], of which the first `num_tokens` count) into weights 2^(score - new maximum), 0
@@ -228,16 +241,21 @@ def softmax_tile(typingctx, kind, num_tokens, scores, head_dim, maximum, sums, o
 
 
 @intrinsic
-def accumulate_tile(typingctx, kind, num_rows, num_tokens, num_vectors, weights, values, stride, output):  # noqa: ANN001, ANN201, ARG001
+def accumulate_tile(
+    typingctx, kind, num_rows, num_tokens, num_vectors, weights, values, stride, ahead, ahead_step, output
+):
     """output[r * stride + i] += sum over t of weights[r * TILE + t] * value[t, i], for `num_vectors` x LANES i's.
 
     `values`: int64 address of the values of LANES consecutive tokens, of which `num_tokens` are read: element i of
-    token t at `t * stride + i`. Products are added in the order of t.
+    token t at `t * stride + i`. Products are added in the order of t. `ahead`: address of LANES cache lines per vector
+    that are wanted next, `ahead_step` bytes apart.
     """
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Sequence[ir.Value]) -> ir.Value:
         e = _Emitter(builder, POOL_KINDS[sig.args[0]])
-        rows, num_tokens, vectors, weights, values, stride, output = _as_int64(context, builder, args, sig)
+        rows, num_tokens, vectors, weights, values, stride, ahead, ahead_step, output = _as_int64(
+            context, builder, args, sig
+        )
 
         def emit(num_rows: int, num_vectors: int) -> None:
             sums = []
@@ -252,9 +270,10 @@ def accumulate_tile(typingctx, kind, num_rows, num_tokens, num_vectors, weights,
                 sums.append(row)
             with cgutils.for_range(builder, num_tokens) as loop:
                 start = builder.mul(loop.index, stride)
-                loaded = [
-                    e.load_vector(values, builder.add(start, I64(v * LANES)), e.kind) for v in range(num_vectors)
-                ]
+                line = builder.udiv(start, I64(LANES))
+                for v in range(num_vectors):
+                    e.prefetch(builder.add(ahead, builder.mul(builder.add(line, I64(v)), ahead_step)))
+                loaded = [e.load_vector(values, builder.add(start, I64(v * LANES)), e.kind) for v in range(num_vectors)]
                 for r, row in enumerate(sums):
                     weight = e.broadcast(e.load_float(weights, builder.add(loop.index, I64(r * TILE))))
                     for value, (total, _) in zip(loaded, row, strict=True):
@@ -269,11 +288,11 @@ def accumulate_tile(typingctx, kind, num_rows, num_tokens, num_vectors, weights,
         _switch(builder, vectors, (1, 2, 4), emit_for_vectors)
         return context.get_dummy_value()
 
-    return types.void(kind, *[types.int64] * 7), codegen
+    return types.void(kind, *[types.int64] * 9), codegen
 
 
 @intrinsic
-def load_float(typingctx, address, index):  # noqa: ANN001, ANN201, ARG001
+def load_float(typingctx, address, index):
     """Element `index` of the float32 array at `address`."""
 
     def codegen(_context: Any, builder: ir.IRBuilder, _sig: Any, args: Sequence[ir.Value]) -> ir.Value:
@@ -283,7 +302,7 @@ def load_float(typingctx, address, index):  # noqa: ANN001, ANN201, ARG001
 
 
 @intrinsic
-def store_float(typingctx, kind, value, address, index):  # noqa: ANN001, ANN201, ARG001
+def store_float(typingctx, kind, value, address, index):
     """Narrows a float32 to the element type of `kind`, which must hold it exactly, and stores it."""
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Sequence[ir.Value]) -> ir.Value:
@@ -301,7 +320,7 @@ def store_float(typingctx, kind, value, address, index):  # noqa: ANN001, ANN201
 
 
 @intrinsic
-def store_int64(typingctx, value, address, index):  # noqa: ANN001, ANN201, ARG001
+def store_int64(typingctx, value, address, index):
     """Stores into element `index` of the int64 array at `address`."""
 
     def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Sequence[ir.Value]) -> ir.Value:
@@ -313,7 +332,7 @@ def store_int64(typingctx, value, address, index):  # noqa: ANN001, ANN201, ARG0
 
 
 @intrinsic
-def load_int64(typingctx, address, index):  # noqa: ANN001, ANN201, ARG001
+def load_int64(typingctx, address, index):
     """Element `index` of the int64 array at `address`."""
 
     def codegen(_context: Any, builder: ir.IRBuilder, _sig: Any, args: Sequence[ir.Value]) -> ir.Value:
@@ -324,7 +343,7 @@ def load_int64(typingctx, address, index):  # noqa: ANN001, ANN201, ARG001
 
 
 @intrinsic
-def fetch_add(typingctx, address):  # noqa: ANN001, ANN201, ARG001
+def fetch_add(typingctx, address):
     """Takes a number: atomically adds 1 to the int64 at `address` and returns what it was."""
 
     def codegen(_context: Any, builder: ir.IRBuilder, _sig: Any, args: Sequence[ir.Value]) -> ir.Value:
@@ -332,3 +351,14 @@ def fetch_add(typingctx, address):  # noqa: ANN001, ANN201, ARG001
         return builder.atomic_rmw("add", pointer, I64(1), "monotonic")
 
     return types.int64(types.int64), codegen
+
+
+@intrinsic
+def load_int32(typingctx, address, index):
+    """Element `index` of the int32 array at `address`, widened."""
+
+    def codegen(_context: Any, builder: ir.IRBuilder, _sig: Any, args: Sequence[ir.Value]) -> ir.Value:
+        address, index = args
+        return builder.sext(builder.load(builder.gep(builder.inttoptr(address, I32.as_pointer()), [index])), I64)
+
+    return types.int64(types.int64, types.int64), codegen
