@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import struct
 
@@ -66,12 +67,11 @@ def test_every_message_survives_any_cut_of_the_stream(data: st.DataObject) -> No
     """However the bytes of several messages are cut into reads, the same messages come out in order."""
     messages = data.draw(st.lists(st.sampled_from(MESSAGES), max_size=4))
     stream = b"".join(encode(message) for message in messages)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=12)))
     decoder = FrameDecoder()
     received: list[Message] = []
-    while stream:
-        size = data.draw(st.integers(1, len(stream)))
-        received += decoder.feed(stream[:size])
-        stream = stream[size:]
+    for start, end in itertools.pairwise([0, *cuts, len(stream)]):
+        received += decoder.feed(stream[start:end])
     assert received == messages
 
 

@@ -1,0 +1,203 @@
+"""scheduler/engine/engine_core.py: drain, schedule, execute, update; and what the front end is told of it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import pytest
+
+from scheduler.codec import Message
+from scheduler.config import SchedulerConfig
+from scheduler.core.output import StepPlan, StepResult
+from scheduler.core.scheduler import Scheduler
+from scheduler.engine.engine_core import EngineCore
+from scheduler.flight_record import StepShape
+from scheduler.messages import (
+    Abort,
+    FailureKind,
+    FinishReason,
+    LoadProgress,
+    Phase,
+    RequestFailure,
+    Shutdown,
+    StepOutputs,
+)
+from tests.fakes import FakeRunner, make_submit, reference_output
+
+NUM_KV_BLOCKS = 16
+BLOCK_SIZE = 4
+
+
+class Recorder:
+    """Keeps what a flight recorder would be told."""
+
+    def __init__(self) -> None:
+        self.phases: list[Phase] = []
+        self.shapes: list[StepShape] = []
+
+    def enter(self, phase: Phase, step_id: int) -> None:
+        self.phases.append(phase)
+
+    def record(self, shape: StepShape) -> None:
+        self.shapes.append(shape)
+
+
+class HookedRunner(FakeRunner):
+    """A fake runner during whose steps something may happen."""
+
+    during_step: Callable[[], None] = staticmethod(lambda: None)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.during_step()
+        return super().execute(plan)
+
+
+class World:
+    """An engine core on fakes, with its inbox."""
+
+    def __init__(self, *, poison_token_id: int | None = None) -> None:
+        self.inbox: deque[Message] = deque()
+        self.recorder = Recorder()
+        self.runner = HookedRunner(num_kv_blocks=NUM_KV_BLOCKS, block_size=BLOCK_SIZE, poison_token_id=poison_token_id)
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                max_num_seqs=4,
+                max_num_batched_tokens=8,
+                max_model_len=NUM_KV_BLOCKS * BLOCK_SIZE,
+                block_size=BLOCK_SIZE,
+                num_kv_blocks=NUM_KV_BLOCKS,
+            )
+        )
+        self.core = EngineCore(self.scheduler, self.runner, self.receive, self.recorder)
+
+    def receive(self) -> list[Message]:
+        messages = list(self.inbox)
+        self.inbox.clear()
+        return messages
+
+    def run(self) -> list[StepOutputs]:
+        """Steps until there is nothing to do; all that was said."""
+        said = []
+        for _ in range(1000):
+            outputs = self.core.step()
+            if outputs is not None:
+                said.append(outputs)
+            if not self.core.has_work and not self.inbox:
+                return said
+        raise AssertionError("the engine never came to rest")
+
+
+def test_a_step_walks_the_phases_in_order_and_records_its_shape_before_it_runs() -> None:
+    """Drain, schedule, execute, update; the shape is on record when the runner is called."""
+    world = World()
+    world.inbox.append(make_submit(1, range(5), max_tokens=1))
+    seen: list[list[StepShape]] = []
+    world.runner.during_step = lambda: seen.append(list(world.recorder.shapes))
+    world.core.step()
+    assert world.recorder.phases == [Phase.DRAIN, Phase.SCHEDULE, Phase.EXECUTE, Phase.UPDATE]
+    assert seen == [[StepShape(1, num_seqs=1, num_batched_tokens=5, num_new=1, num_preempted=0, max_query_len=5)]]
+
+
+def test_requests_get_their_tokens_one_message_a_step() -> None:
+    """All that one step brings to all sequences is one message, and the tokens are those of each request alone."""
+    world = World()
+    submits = [make_submit(i, range(i, i + 3), max_tokens=5) for i in (1, 2)]
+    world.inbox.extend(submits)
+    said = world.run()
+    for submit in submits:
+        mine = [o for message in said for o in message.outputs if o.request_id == submit.request_id]
+        expected = reference_output(submit, vocab_size=50, max_model_len=NUM_KV_BLOCKS * BLOCK_SIZE)
+        assert (tuple(t for o in mine for t in o.new_token_ids), mine[-1].finish_reason) == expected
+    assert [len(message.outputs) for message in said] == [2] * 5
+    assert said[-1].stats.num_used_kv_blocks == 0
+
+
+def test_an_abort_overtakes_queued_submits() -> None:
+    """A request aborted before its first step never runs, though its Submit came first."""
+    world = World()
+    world.inbox.extend([make_submit(1, range(4)), make_submit(2, range(4), max_tokens=2), Abort((1,))])
+    said = world.run()
+    assert {o.request_id for message in said for o in message.outputs} == {2}
+
+
+def test_an_abort_during_a_step_frees_the_blocks_with_that_step() -> None:
+    """What arrives while the runner works is applied before the update: no output, no blocks held, and it is told."""
+    world = World()
+    world.inbox.append(make_submit(1, range(5), max_tokens=50))
+    world.runner.during_step = lambda: world.inbox.append(Abort((1, 77)))
+    message = world.core.step()
+    assert message is None or message.outputs == ()
+    assert world.scheduler.stats().num_used_kv_blocks == 0
+    assert not world.core.has_work
+
+
+def test_changed_stats_are_told_without_outputs() -> None:
+    """The abort of the last request is told by the stats alone; a second idle step says nothing."""
+    world = World()
+    world.inbox.append(make_submit(1, range(5), max_tokens=50))
+    first = world.core.step()
+    assert first is not None
+    assert first.stats.num_used_kv_blocks > 0
+    world.inbox.append(Abort((1,)))
+    told = world.core.step()
+    assert told is not None
+    assert (told.outputs, told.stats.num_used_kv_blocks, told.stats.num_running) == ((), 0, 0)
+    assert world.core.step() is None
+
+
+def test_what_never_fits_fails_alone() -> None:
+    """A request larger than the pool is one failure; its neighbour runs."""
+    world = World()
+    world.inbox.extend([make_submit(1, range(NUM_KV_BLOCKS * BLOCK_SIZE + 1)), make_submit(2, range(4), max_tokens=1)])
+    (message,) = world.run()
+    assert message.failures == (RequestFailure(1, FailureKind.NEVER_FITS),)
+    assert [o.request_id for o in message.outputs] == [2]
+
+
+def test_non_finite_logits_fail_one_request() -> None:
+    """A poisoned row is a failure of its request; the others in the step get their tokens."""
+    world = World(poison_token_id=49)
+    world.inbox.extend([make_submit(1, [1, 2, 49]), make_submit(2, [3, 4, 5], max_tokens=1)])
+    (message, *_) = world.run()
+    assert message.failures == (RequestFailure(1, FailureKind.NON_FINITE),)
+    assert [o.request_id for o in message.outputs] == [2]
+
+
+def test_resumed_tokens_that_end_a_request_are_answered_without_a_step() -> None:
+    """max_tokens reached by resumed tokens is an output with a finish reason and no new token; nothing is computed."""
+    world = World()
+    world.inbox.append(make_submit(1, range(4), max_tokens=2, resume_token_ids=(7, 8)))
+    (message,) = world.run()
+    (output,) = message.outputs
+    assert (output.new_token_ids, output.finish_reason) == ((), FinishReason.MAX_TOKENS)
+    assert world.runner.num_tokens_computed_total == 0
+
+
+def test_an_exception_of_the_runner_is_not_caught_here() -> None:
+    """A failed step leaves unknown state: the core lets it through to the process's fatal boundary."""
+    world = World()
+
+    def explode() -> None:
+        raise RuntimeError("kernel")
+
+    world.runner.during_step = explode
+    world.inbox.append(make_submit(1, range(4)))
+    with pytest.raises(RuntimeError, match="kernel"):
+        world.core.step()
+
+
+def test_shutdown_is_noticed_with_the_step_it_arrives_in() -> None:
+    """After the step that drains a Shutdown the loop is told to end."""
+    world = World()
+    world.inbox.append(Shutdown())
+    world.core.step()
+    assert world.core.is_shutting_down
+
+
+def test_a_message_for_the_other_side_is_a_bug() -> None:
+    """An engine that is told what only engines say fails loudly."""
+    world = World()
+    world.inbox.append(LoadProgress("weights", 0.0))
+    with pytest.raises(TypeError, match="LoadProgress"):
+        world.core.step()
