@@ -8,7 +8,6 @@ import functools
 import pytest
 from hypothesis import HealthCheck, settings
 
-
 # The machine is shared: how long an example took says nothing of the code.
 settings.register_profile("emberline", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("emberline")
