@@ -31,6 +31,11 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit code. Once a server has run, does not return: the process ends here."""
+    return _serve(build_parser().parse_args(argv), os.environ)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line."""
     parser = _Parser(prog="emberline", description="Serves a language model over gRPC.", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     serve = commands.add_parser(
@@ -40,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     server_config.add_flags(serve)
-    return _serve(parser.parse_args(argv), os.environ)
+    return parser
 
 
 def _serve(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
@@ -57,9 +62,9 @@ def _serve(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
     # The C core writes to stderr by itself, from threads that a blocked stderr would stall.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     writer = logs.configure(config.log_format, config.log_level, process="service")
-    from service.server import Server  # noqa: PLC0415 - grpc takes long to import
-
     try:
+        from service.server import Server  # noqa: PLC0415 - grpc takes long to import
+
         code = asyncio.run(Server(config).run())
     except Exception as error:  # noqa: BLE001 - the last boundary of the process
         logs.get_logger().critical("internal error", **logs.describe(error))

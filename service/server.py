@@ -342,7 +342,7 @@ def _register_reflection_v1() -> None:
     file.ClearField("options")
     alpha, new = f".{REFLECTION_V1ALPHA}.", f".{REFLECTION_V1}."
     for message in file.message_type:
-        for field in message.field:
+        for field in (field for field in message.field if field.type_name):
             field.type_name = field.type_name.replace(alpha, new)
     for service in file.service:
         for method in service.method:

@@ -197,11 +197,13 @@ class InferenceServicer:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
 
-    async def Generate(self, message: inference_pb2.GenerateRequest, context: _Context) -> None:  # noqa: N802
+    async def Generate(  # noqa: N802
+        self, message: inference_pb2.GenerateRequest, _context: _Context
+    ) -> _Deltas:
         """Stream the deltas. What arrives while one is being written goes out together in the next."""
         async with contextlib.aclosing(self._deltas(message)) as deltas:
             async for delta in deltas:
-                await context.write(delta)
+                yield delta
 
     async def Complete(  # noqa: N802
         self, message: inference_pb2.GenerateRequest, _context: _Context
@@ -226,9 +228,7 @@ class InferenceServicer:
             response.completions.append(completion)
         return response
 
-    async def _deltas(
-        self, message: inference_pb2.GenerateRequest
-    ) -> _Deltas:
+    async def _deltas(self, message: inference_pb2.GenerateRequest) -> _Deltas:
         backend = self._backend
         backend.admission.check_open()
         tokenizer, limits = backend.served()
