@@ -373,9 +373,11 @@ def _token_bounds(check: _Check, message: inference_pb2.GenerateRequest, limits:
     if stopping.HasField("max_tokens"):
         least = 0 if message.output.HasField("prompt_logprobs") else 1
         max_tokens = check.integer("stopping.max_tokens", stopping.max_tokens, least, limits.max_output_tokens)
-    most = limits.max_output_tokens if max_tokens is None else max_tokens
-    in_bounds = 0 <= stopping.min_tokens <= most
-    check.that(in_bounds, "stopping.min_tokens", f"must be in [0, max_tokens], and max_tokens is {most} here")
+    most = limits.max_output_tokens
+    if max_tokens is not None and 1 <= max_tokens <= most:
+        most = max_tokens
+    description = f"must be in [0, max_tokens], and max_tokens is {most} here"
+    check.that(0 <= stopping.min_tokens <= most, "stopping.min_tokens", description)
     return max_tokens, stopping.min_tokens
 
 

@@ -1,0 +1,427 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from google.protobuf.json_format import ParseDict
+
+from emberline.v1 import inference_pb2, tokenizer_pb2
+from scheduler.messages import FinishReason, TokenLogprobs
+from service import convert
+from service.errors import InvalidRequestError, UnknownModelError, UnsupportedOptionError
+from service.request import (
+    ChatInput,
+    ChatTurn,
+    GenerateRequest,
+    Limits,
+    OutputOptions,
+    SamplingDefaults,
+    TextInput,
+    TokenInput,
+)
+
+LIMITS = Limits(vocab_size=100, max_model_len=64, max_prompt_tokens=48, max_output_tokens=32, max_request_bytes=1 << 20)
+
+
+def no_seed() -> int:
+    pytest.fail("a seed was drawn for a request that has one, or is not valid")
+
+
+def valid(fields: dict[str, Any], **options: Any) -> GenerateRequest:
+    message = ParseDict({"text": "hi", **fields}, inference_pb2.GenerateRequest())
+    return convert_message(message, **options)
+
+
+def convert_message(
+    message: inference_pb2.GenerateRequest,
+    defaults: SamplingDefaults = SamplingDefaults(),  # noqa: B008 - frozen
+    draw_seed: Callable[[], int] = lambda: 7,
+) -> GenerateRequest:
+    return convert.generate_request(
+        message, served_model_name="tiny", limits=LIMITS, defaults=defaults, draw_seed=draw_seed
+    )
+
+
+def violations(fields: dict[str, Any]) -> dict[str, str]:
+    message = ParseDict(fields, inference_pb2.GenerateRequest())
+    with pytest.raises(InvalidRequestError) as caught:
+        convert_message(message, draw_seed=no_seed)
+    return {violation.field: violation.description for violation in caught.value.violations}
+
+
+def test_a_bare_request_gets_every_default() -> None:
+    """Text alone is enough; what is absent means what the protocol's comments say."""
+    request = valid({})
+    assert request.request_id is None
+    assert request.prompt == TextInput("hi", add_special_tokens=True, parse_special=False)
+    assert request.output == OutputOptions(text=True, token_ids=False, skip_special_tokens=True)
+    assert request.max_tokens is None
+    assert request.sampling.temperature == 1.0
+    assert request.sampling.seed == 7
+    assert request.sampling.num_logprobs is None
+
+
+def test_absent_sampling_values_come_from_the_models_generation_config() -> None:
+    """A value given, zero included, goes before them."""
+    defaults = SamplingDefaults(temperature=0.6, top_p=0.9, top_k=40, min_p=0.1, repetition_penalty=1.1)
+    sampling = valid({}, defaults=defaults).sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.6, 0.9, 40)
+    assert (sampling.min_p, sampling.repetition_penalty) == (0.1, 1.1)
+    given = {"temperature": 0, "topP": 1, "topK": 0, "minP": 0, "repetitionPenalty": 1}
+    sampling = valid({"sampling": given}, defaults=defaults).sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0, 1, 0)
+    assert (sampling.min_p, sampling.repetition_penalty) == (0, 1)
+
+
+def test_every_field_arrives() -> None:
+    """Nothing that a caller sends is dropped on the way to the engine."""
+    request = valid(
+        {
+            "requestId": "job 7",
+            "model": "tiny",
+            "encode": {"addSpecialTokens": False, "parseSpecial": True},
+            "sampling": {
+                "temperature": 0.5,
+                "topP": 0.25,
+                "topK": 3,
+                "minP": 0.125,
+                "presencePenalty": -2,
+                "frequencyPenalty": 2,
+                "repetitionPenalty": 100,
+                "seed": 2**64 - 1,
+                "n": 1,
+                "logitBias": {"99": -100, "0": 100},
+                "allowedTokenIds": [5, 4],
+            },
+            "stopping": {
+                "maxTokens": 32,
+                "minTokens": 2,
+                "stopStrings": ["a", "é" * 512],
+                "stopTokenIds": [3, 3, 9],
+                "ignoreEos": True,
+                "includeStop": True,
+            },
+            "output": {
+                "text": False,
+                "tokenIds": True,
+                "logprobs": 20,
+                "skipSpecialTokens": False,
+                "streamInterval": 1,
+            },
+            "cache": {"bypass": True, "salt": "s" * 128},
+            "priority": -100,
+            "resumeTokenIds": [1, 2],
+            "resumeOnEngineDeath": False,
+        },
+        draw_seed=no_seed,
+    )
+    assert request.request_id == "job 7"
+    assert request.prompt == TextInput("hi", add_special_tokens=False, parse_special=True)
+    assert request.output == OutputOptions(text=False, token_ids=True, skip_special_tokens=False)
+    assert request.stop_strings == ("a", "é" * 512)
+    assert request.include_stop
+    submit = convert.to_submit(request, engine_request_id=5, prompt_token_ids=[8, 9], eos_token_ids=[2], limits=LIMITS)
+    assert submit.request_id == 5
+    assert submit.prompt_token_ids == (8, 9)
+    assert submit.resume_token_ids == (1, 2)
+    assert (submit.priority, submit.cache_salt, submit.cache_bypass) == (-100, "s" * 128, True)
+    sampling = submit.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.5, 0.25, 3, 0.125)
+    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (-2, 2, 100)
+    assert sampling.seed == 2**64 - 1
+    assert sampling.logit_bias == ((0, 100), (99, -100))
+    assert sampling.allowed_token_ids == (5, 4)
+    assert sampling.num_logprobs == 20
+    assert (submit.stopping.max_tokens, submit.stopping.min_tokens) == (32, 2)
+    assert submit.stopping.stop_token_ids == (3, 9)
+    assert submit.stopping.eos_token_ids == ()  # ignored, as asked
+
+
+def test_the_other_inputs() -> None:
+    """Token ids pass as they are; a conversation keeps its flags."""
+    message = ParseDict({"tokenIds": {"ids": [0, 99]}}, inference_pb2.GenerateRequest())
+    assert convert_message(message).prompt == TokenInput((0, 99))
+    chat = {"messages": [{"role": "user", "content": ""}, {"role": "tool", "content": "x", "parseSpecial": True}]}
+    message = ParseDict({"chat": {**chat, "addGenerationPrompt": False}}, inference_pb2.GenerateRequest())
+    turns = (ChatTurn("user", ""), ChatTurn("tool", "x", parse_special=True))
+    assert convert_message(message).prompt == ChatInput(turns, add_generation_prompt=False)
+
+
+BAD_FLOATS = (math.nan, math.inf, -math.inf, 1e308, -1e308)
+
+
+@pytest.mark.parametrize("value", BAD_FLOATS)
+@pytest.mark.parametrize(
+    "name", ["temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"]
+)
+def test_a_float_that_is_no_sane_number_is_refused(name: str, value: float) -> None:
+    """NaN, infinities and giants in any float field: a violation that names the field and its bounds."""
+    message = inference_pb2.GenerateRequest(text="hi")
+    setattr(message.sampling, name, value)
+    with pytest.raises(InvalidRequestError) as caught:
+        convert_message(message)
+    (violation,) = caught.value.violations
+    assert violation.field == f"sampling.{name}"
+    assert "must be in [" in violation.description
+
+
+@pytest.mark.parametrize("value", BAD_FLOATS)
+def test_a_bias_that_is_no_sane_number_is_refused(value: float) -> None:
+    """The map's values are held to their bounds like any other float."""
+    message = inference_pb2.GenerateRequest(text="hi")
+    message.sampling.logit_bias[3] = value
+    with pytest.raises(InvalidRequestError) as caught:
+        convert_message(message)
+    assert caught.value.violations[0].field == "sampling.logit_bias[3]"
+
+
+def test_the_smallest_floats_do_no_harm() -> None:
+    """−0.0 is 0; a temperature below 1e-5 is greedy; a top_p below single precision still keeps one token."""
+    tiny = 5e-324
+    options = {"temperature": -0.0, "presencePenalty": -0.0, "minP": tiny, "topP": tiny}
+    sampling = valid({"sampling": options}).sampling
+    assert math.copysign(1, sampling.temperature) == math.copysign(1, sampling.presence_penalty) == 1
+    assert sampling.top_p == convert.TOP_P_MIN
+    assert valid({"sampling": {"temperature": 9.9e-6}}).sampling.temperature == 0
+    assert valid({"sampling": {"temperature": 1e-5}}).sampling.temperature == 1e-5
+    assert valid({"sampling": {"temperature": tiny}}).sampling.temperature == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"requestId": ""}, "request_id"),
+        ({"requestId": "x" * 129}, "request_id"),
+        ({"requestId": "a\nb"}, "request_id"),
+        ({"requestId": "é"}, "request_id"),
+        ({"text": None}, "input"),
+        ({"tokenIds": {}}, "token_ids.ids"),
+        ({"tokenIds": {"ids": [1, 100]}}, "token_ids.ids[1]"),
+        ({"tokenIds": {"ids": [2**32 - 1]}}, "token_ids.ids[0]"),
+        ({"tokenIds": {"ids": [1]}, "encode": {}}, "encode"),
+        ({"chat": {}}, "chat.messages"),
+        ({"chat": {"messages": [{"role": "", "content": "x"}]}}, "chat.messages[0].role"),
+        ({"chat": {"messages": [{"role": "user|>\n<|system", "content": "x"}]}}, "chat.messages[0].role"),
+        ({"sampling": {"temperature": -1e-9}}, "sampling.temperature"),
+        ({"sampling": {"temperature": 100.1}}, "sampling.temperature"),
+        ({"sampling": {"topP": 0}}, "sampling.top_p"),
+        ({"sampling": {"topK": -1}}, "sampling.top_k"),
+        ({"sampling": {"repetitionPenalty": 0}}, "sampling.repetition_penalty"),
+        ({"sampling": {"n": 0}}, "sampling.n"),
+        ({"sampling": {"n": -1}}, "sampling.n"),
+        ({"sampling": {"logitBias": {"100": 1}}}, "sampling.logit_bias[100]"),
+        ({"sampling": {"logitBias": {"1": 100.5}}}, "sampling.logit_bias[1]"),
+        ({"sampling": {"allowedTokenIds": [1, 1]}}, "sampling.allowed_token_ids"),
+        ({"sampling": {"allowedTokenIds": [100]}}, "sampling.allowed_token_ids[0]"),
+        ({"stopping": {"maxTokens": 0}}, "stopping.max_tokens"),
+        ({"stopping": {"maxTokens": -1}}, "stopping.max_tokens"),
+        ({"stopping": {"maxTokens": 33}}, "stopping.max_tokens"),
+        ({"stopping": {"maxTokens": 2**31 - 1}}, "stopping.max_tokens"),
+        ({"stopping": {"maxTokens": 3, "minTokens": 4}}, "stopping.min_tokens"),
+        ({"stopping": {"minTokens": -1}}, "stopping.min_tokens"),
+        ({"stopping": {"minTokens": 33}}, "stopping.min_tokens"),
+        ({"stopping": {"stopStrings": [""]}}, "stopping.stop_strings[0]"),
+        ({"stopping": {"stopStrings": ["x", "é" * 513]}}, "stopping.stop_strings[1]"),
+        ({"stopping": {"stopStrings": ["x"] * 17}}, "stopping.stop_strings"),
+        ({"stopping": {"stopTokenIds": [100]}}, "stopping.stop_token_ids[0]"),
+        ({"stopping": {"stopTokenIds": [1] * 65}}, "stopping.stop_token_ids"),
+        ({"output": {"logprobs": -1}}, "output.logprobs"),
+        ({"output": {"logprobs": 10**6}}, "output.logprobs"),
+        ({"output": {"promptLogprobs": 21}}, "output.prompt_logprobs"),
+        ({"output": {"streamInterval": 0}}, "output.stream_interval"),
+        ({"output": {"streamInterval": 1025}}, "output.stream_interval"),
+        ({"guided": {}}, "guided"),
+        ({"guided": {"choice": {}}}, "guided.choice.options"),
+        ({"cache": {"salt": "é" * 65}}, "cache.salt"),
+        ({"priority": 101}, "priority"),
+        ({"priority": -101}, "priority"),
+        ({"maxQueueTime": "0s"}, "max_queue_time"),
+        ({"maxTime": "-1s"}, "max_time"),
+        ({"resumeTokenIds": [1, 100]}, "resume_token_ids[1]"),
+    ],
+)
+def test_a_value_out_of_bounds_is_refused_by_name(fields: dict[str, Any], field: str) -> None:
+    """One violation, of the field at fault; the invalid goes before the unsupported."""
+    if not {"tokenIds", "chat"} & fields.keys():
+        fields = {"text": "hi", **fields}
+    fields = {name: value for name, value in fields.items() if value is not None}
+    assert list(violations(fields)) == [field]
+
+
+def test_all_violations_come_in_one_answer() -> None:
+    """A caller need not find them one by one, and an unsupported option does not hide them."""
+    found = violations(
+        {
+            "sampling": {"temperature": -1, "topP": 2, "n": 2},
+            "stopping": {"maxTokens": 0},
+            "guided": {"jsonObject": True},
+            "priority": 500,
+        }
+    )
+    assert set(found) == {"input", "sampling.temperature", "sampling.top_p", "stopping.max_tokens", "priority"}
+    assert found["priority"] == "must be in [-100, 100]"
+
+
+def test_a_list_full_of_bad_ids_makes_a_short_answer() -> None:
+    """Violations of one list are counted, not listed one by one."""
+    found = violations({"tokenIds": {"ids": [100] * 1000}})
+    assert len(found) == convert.NUM_VIOLATIONS_PER_LIST_MAX + 1
+    assert found["token_ids.ids"] == "1000 ids are not in [0, 100)"
+
+
+@pytest.mark.parametrize(
+    ("fields", "option"),
+    [
+        ({"sampling": {"n": 2}}, "sampling.n above 1"),
+        ({"sampling": {"n": 10**6}}, "sampling.n above 1"),
+        ({"output": {"promptLogprobs": 0}}, "output.prompt_logprobs"),
+        ({"output": {"promptLogprobs": 1}, "stopping": {"maxTokens": 0}}, "output.prompt_logprobs"),
+        ({"output": {"streamInterval": 2}}, "output.stream_interval above 1"),
+        ({"guided": {"regex": "a+"}}, "guided"),
+        ({"maxQueueTime": "1.5s"}, "max_queue_time"),
+        ({"maxTime": "1s"}, "max_time"),
+        ({"resumeOnEngineDeath": True}, "resume_on_engine_death"),
+    ],
+)
+def test_what_this_version_does_not_do_is_said(fields: dict[str, Any], option: str) -> None:
+    """A field that would do nothing is an error, never silence."""
+    with pytest.raises(UnsupportedOptionError) as caught:
+        valid(fields, draw_seed=no_seed)
+    assert caught.value.options == (option,)
+
+
+def test_another_model_is_not_found_and_none_is_any() -> None:
+    """Empty and absent mean whichever is served."""
+    assert valid({"model": ""}).prompt == valid({"model": "tiny"}).prompt
+    with pytest.raises(UnknownModelError):
+        valid({"model": "other", "sampling": {"temperature": -1}})
+
+
+def submit_of(fields: dict[str, Any], prompt: list[int], eos: tuple[int, ...] = (2,)) -> Any:
+    return convert.to_submit(
+        valid(fields), engine_request_id=1, prompt_token_ids=prompt, eos_token_ids=eos, limits=LIMITS
+    )
+
+
+def test_an_absent_max_tokens_is_the_limit_of_outputs() -> None:
+    """The engine ends what fills the context before; its reason is then the true one."""
+    assert submit_of({}, [1]).stopping.max_tokens == 32
+    assert submit_of({}, [1]).stopping.eos_token_ids == (2,)
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "num_resumed", "field"),
+    [(0, 0, "text"), (48, 0, None), (49, 0, "text"), (47, 1, None), (47, 2, "resume_token_ids"), (0, 3, "text")],
+)
+def test_a_prompt_is_held_to_its_limit(num_prompt: int, num_resumed: int, field: str | None) -> None:
+    """Empty, and one over: refused, with the number and the bound; resumed tokens count."""
+    fields = {"resumeTokenIds": [1] * num_resumed}
+    if field is None:
+        assert len(submit_of(fields, [1] * num_prompt).prompt_token_ids) == num_prompt
+        return
+    with pytest.raises(InvalidRequestError) as caught:
+        submit_of(fields, [1] * num_prompt)
+    assert [violation.field for violation in caught.value.violations] == [field]
+
+
+def test_resumed_tokens_that_had_reached_the_end_are_no_error() -> None:
+    """Nothing has to be computed for them, however long they are, up to the context."""
+    full = submit_of({"resumeTokenIds": [1] * 16}, [1] * 48)  # the context, to the last token
+    assert convert.finish_of_resumed(full) is None  # the engine's to tell
+    over = submit_of({"resumeTokenIds": [1] * 5, "stopping": {"maxTokens": 5}}, [1] * 46)
+    assert convert.finish_of_resumed(over) == (FinishReason.MAX_TOKENS, None)
+    with pytest.raises(InvalidRequestError):
+        submit_of({"resumeTokenIds": [1] * 17, "stopping": {"maxTokens": 5}}, [1] * 48)
+
+
+def test_how_resumed_tokens_had_ended() -> None:
+    """As the engine would have it: EOS, then stop tokens, both only beyond min_tokens, then max_tokens."""
+
+    def ended(resumed: list[int], **stopping: Any) -> object:
+        fields = {"resumeTokenIds": resumed, "stopping": {"stopTokenIds": [3], **stopping}}
+        return convert.finish_of_resumed(submit_of(fields, [1]))
+
+    assert ended([]) is None
+    assert ended([5, 2]) == (FinishReason.EOS, 2)
+    assert ended([5, 3]) == (FinishReason.STOP_TOKEN, 3)
+    assert ended([2, 5]) is None
+    assert ended([5, 2], minTokens=2) is None
+    assert ended([5, 2], ignoreEos=True) is None
+    assert ended([5, 2], maxTokens=2) == (FinishReason.EOS, 2)
+    assert ended([5, 6], maxTokens=2) == (FinishReason.MAX_TOKENS, None)
+
+
+def test_min_tokens_must_leave_something_to_sample() -> None:
+    """Allowing nothing but stop tokens while these are masked would leave no token at all."""
+    fields = {"sampling": {"allowedTokenIds": [2, 3]}, "stopping": {"minTokens": 1, "stopTokenIds": [3]}}
+    with pytest.raises(InvalidRequestError) as caught:
+        submit_of(fields, [1])
+    assert caught.value.violations[0].field == "sampling.allowed_token_ids"
+    fields["stopping"]["ignoreEos"] = True
+    assert submit_of(fields, [1]).sampling.allowed_token_ids == (2, 3)
+
+
+def test_tokens_are_sent_as_asked_for() -> None:
+    """Nothing unless ids or logprobs are wanted; ids alone; logprobs with the best of the position."""
+    entry = TokenLogprobs(-0.5, 2, (9, 4), (-0.25, -0.5))
+    assert convert.tokens(valid({}), [4], None) == []
+    (token,) = convert.tokens(valid({"output": {"tokenIds": True}}), [4], None)
+    assert token == inference_pb2.Token(id=4)
+    (token,) = convert.tokens(valid({"output": {"logprobs": 2}}), [4], [entry])
+    assert (token.id, token.logprob, token.rank) == (4, -0.5, 2)
+    assert [(top.id, top.logprob) for top in token.top] == [(9, -0.25), (4, -0.5)]
+
+
+def test_finish_reasons_have_the_protocols_numbers() -> None:
+    """Each of the engine's reasons has its name in the protocol, and only UNSPECIFIED is beside them."""
+    names = {f"FINISH_REASON_{reason.name}": int(reason) for reason in FinishReason}
+    assert {"FINISH_REASON_UNSPECIFIED": 0, **names} == dict(inference_pb2.FinishReason.items())
+    finish = convert.finish(FinishReason.STOP_STRING, matched="x")
+    assert (finish.reason, finish.matched, finish.HasField("matched_token_id")) == (2, "x", False)
+    assert convert.finish(FinishReason.EOS, matched_token_id=0).HasField("matched_token_id")
+
+
+def tokenize(fields: dict[str, Any]) -> Any:
+    message = ParseDict(fields, tokenizer_pb2.TokenizeRequest())
+    return convert.tokenize_request(message, served_model_name="tiny", limits=LIMITS)
+
+
+def test_tokenize_requests() -> None:
+    """Text may be empty; a conversation takes no encode options; one of the two is required."""
+    assert tokenize({"text": "", "withPieces": True}).prompt == TextInput("")
+    assert tokenize({"text": "", "withPieces": True}).with_pieces
+    assert tokenize({"chat": {"messages": [{"role": "user"}]}}).prompt == ChatInput((ChatTurn("user", ""),))
+    for fields in ({}, {"chat": {"messages": [{"role": "user"}]}, "encode": {}}, {"chat": {}}):
+        with pytest.raises(InvalidRequestError):
+            tokenize(fields)
+
+
+def test_detokenize_requests() -> None:
+    """Ids are held to the vocabulary; special tokens are left out unless asked for."""
+
+    def detokenize(fields: dict[str, Any]) -> Any:
+        message = ParseDict(fields, tokenizer_pb2.DetokenizeRequest())
+        return convert.detokenize_request(message, served_model_name="tiny", limits=LIMITS)
+
+    assert detokenize({"ids": [0, 99]}).skip_special_tokens
+    assert not detokenize({"skipSpecialTokens": False}).skip_special_tokens
+    with pytest.raises(InvalidRequestError):
+        detokenize({"ids": [100]})
+
+
+def test_no_violation_repeats_what_the_caller_sent() -> None:
+    """A canary in every string of a request turns up in no violation."""
+    canary = "canary\n" * 200
+    found = violations(
+        {
+            "requestId": canary,
+            "chat": {"messages": [{"role": canary, "content": canary}] * 3},
+            "stopping": {"stopStrings": [canary] * 20},
+            "cache": {"salt": canary},
+            "guided": {"choice": {}},
+        }
+    )
+    assert len(found) >= 5
+    assert "canary" not in repr(found)
