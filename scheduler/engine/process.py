@@ -92,9 +92,9 @@ def _load(channel: Channel, recorder: FlightRecorder, started_s: float) -> tuple
     # Only now: torch takes seconds to import, and whatever goes wrong in it must reach the fatal boundary.
     from scheduler.core.scheduler import Scheduler  # noqa: PLC0415
     from scheduler.engine.engine_core import EngineCore  # noqa: PLC0415
-    from scheduler.model.model_runner import ModelRunner  # noqa: PLC0415
+    from scheduler.model.startup import load_model_runner  # noqa: PLC0415
 
-    runner = ModelRunner.load(config, on_progress)
+    runner = load_model_runner(config, on_progress)
     info = runner.info
     scheduler = Scheduler(
         SchedulerConfig(
