@@ -81,7 +81,7 @@ class Server:
             what = (
                 f"did not serve within {limit_s:g} s" if status is None else f"ended with status {status} at its start"
             )
-            raise BenchmarkError(f"the server {what}; its last words:\n{self.tail}")
+            raise BenchmarkError(f"the server {what}")
 
     async def wait(self, limit_s: float) -> int | None:
         """Its exit status, its log read to the end; None if it still runs after the limit."""
@@ -125,7 +125,7 @@ class Server:
 
 @asynccontextmanager
 async def own_server(flags: Sequence[str], start_limit_s: float) -> AsyncIterator[Server]:
-    """Serves within the block, and is gone after it, however the block ends."""
+    """Serves within the block, and is gone after it, however the block ends. A BenchmarkError gets its last words."""
     process = await asyncio.create_subprocess_exec(
         SERVE,
         "--port=0",
@@ -141,5 +141,7 @@ async def own_server(flags: Sequence[str], start_limit_s: float) -> AsyncIterato
     try:
         await server.wait_until_serving(start_limit_s)
         yield server
+    except BenchmarkError as error:
+        raise BenchmarkError(f"{error}; the server's last words:\n{server.tail}") from None
     finally:
         await server.stop()
