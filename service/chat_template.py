@@ -37,7 +37,7 @@ class Rendered:
         """A part of the text with the stand-ins replaced, also where the template escaped them as JSON does."""
         for stand_in, char in self.stand_ins.items():
             text = text.replace(stand_in, char)
-            text = re.sub(rf"\\u{ord(stand_in):04x}", char.replace("\\", r"\\"), text, flags=re.IGNORECASE)
+            text = re.sub(rf"\\u(?i:{ord(stand_in):04x})", char.replace("\\", r"\\"), text)
         return text
 
 
