@@ -20,6 +20,14 @@ BEGIN_TIMEOUT_S = 120.0
 END_TIMEOUT_S = 60.0
 """Bounds against hanging."""
 POLL_S = 0.01
+MAX_NUM_SEQS = 16
+SMALL: dict[str, Any] = {
+    "max_num_seqs": MAX_NUM_SEQS,
+    "max_num_batched_tokens": 64,
+    "num_kv_blocks": 512,
+    "threads": 1,
+}
+"""Flags of a server that starts soon and shares its machine well: for tests that start one after another."""
 
 
 def endless(text: str, max_tokens: int = 2000) -> dict[str, Any]:

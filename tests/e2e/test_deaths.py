@@ -21,14 +21,13 @@ from typing import Any
 import grpc
 import pytest
 
-from tests.e2e.crowd import Crowd, endless
+from tests.e2e.crowd import MAX_NUM_SEQS, SMALL, Crowd, endless
 from tests.e2e.faults import FaultFile, line_of_injected_error
 from tests.e2e.harness import Generation, ReflectionClient, Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 CANARY = "Quetzalbramble"
-MAX_NUM_SEQS = 16
 STEP_DEADLINE_S = 5.0
 """Long enough for a busy machine's longest step."""
 LIMIT_S = 60.0
@@ -120,9 +119,7 @@ def prompt(number: int) -> str:
 async def _die(kind: Kind, num_streams: int, folder: Path) -> Aftermath:
     fault = FaultFile(folder)
     termination_log = folder / "termination"
-    server = Server(
-        env=fault.env, max_num_seqs=MAX_NUM_SEQS, step_deadline=STEP_DEADLINE_S, termination_log=termination_log
-    )
+    server = Server(env=fault.env, step_deadline=STEP_DEADLINE_S, termination_log=termination_log, **SMALL)
     await asyncio.to_thread(server.__enter__)
     try:
         with (
@@ -323,7 +320,7 @@ def test_an_engine_that_fails_and_lingers(start_server: Callable[..., Server], t
     """
     fault = FaultFile(tmp_path)
     termination_log = tmp_path / "termination"
-    server = start_server(env=fault.env, max_num_seqs=MAX_NUM_SEQS, termination_log=termination_log)
+    server = start_server(env=fault.env, termination_log=termination_log, **SMALL)
 
     async def die() -> tuple[list[Generation], str, list[Generation]]:
         with ReflectionClient(server.address) as client, ReflectionClient(server.address) as prober:
@@ -379,7 +376,7 @@ def test_death_while_loading(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_stopped", [False, True], ids=["running", "stopped"])
 def test_the_engine_does_not_outlive_the_front_end(start_server: Callable[..., Server], is_stopped: bool) -> None:
     """When the front end is killed, its engine goes too, even one that is stopped; nothing holds the port."""
-    server = start_server(max_num_seqs=MAX_NUM_SEQS)
+    server = start_server(**SMALL)
 
     async def die() -> list[Generation]:
         with ReflectionClient(server.address) as client:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import grpc
 import pytest
 
-from tests.e2e.crowd import Crowd, endless
+from tests.e2e.crowd import MAX_NUM_SEQS, SMALL, Crowd, endless
 from tests.e2e.harness import Generation, ReflectionClient, Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -48,7 +48,7 @@ def test_streams_finish_after_sigterm(start_server: Callable[..., Server]) -> No
     NOT_SERVING, that the process lives, and DRAINING. Two open Watches do not delay the end.
     """
     num_tokens = 120
-    server = start_server(max_num_seqs=12, drain_grace=300)
+    server = start_server(drain_grace=300, **SMALL)
 
     async def stop() -> tuple[list[Generation], float]:
         with (
@@ -59,7 +59,7 @@ def test_streams_finish_after_sigterm(start_server: Callable[..., Server]) -> No
             await asyncio.to_thread(readiness.wait_for, "SERVING")
             await asyncio.to_thread(liveness.wait_for, "SERVING")
             async with Crowd(client, 20, lambda number: endless(_story(number), num_tokens)) as crowd:
-                await crowd.until_begun(12)
+                await crowd.until_begun(MAX_NUM_SEQS)
                 server.signal(signal.SIGTERM)
                 await asyncio.to_thread(server.wait_for_log, "draining")
                 with ReflectionClient(server.address) as newcomer:
@@ -88,7 +88,7 @@ def test_streams_finish_after_sigterm(start_server: Callable[..., Server]) -> No
 
 def test_ctrl_c_drains(start_server: Callable[..., Server]) -> None:
     """SIGINT to the whole process group, as a terminal sends it: the engine does not get it before the drain."""
-    server = start_server(max_num_seqs=4)
+    server = start_server(**SMALL)
 
     async def stop() -> list[Generation]:
         with ReflectionClient(server.address) as client:
@@ -123,7 +123,7 @@ def _cut(server: Server, signals: int) -> tuple[list[Generation], float]:
 
 def test_a_second_signal_does_not_wait(start_server: Callable[..., Server]) -> None:
     """After a second SIGTERM the streams are told UNAVAILABLE and the process ends, whatever grace is left."""
-    server = start_server(max_num_seqs=4, drain_grace=3600)
+    server = start_server(drain_grace=3600, **SMALL)
     streams, exit_s = _cut(server, signals=2)
     print(f"exit {exit_s:.3f} s after the second signal")
     for stream in streams:
@@ -133,7 +133,7 @@ def test_a_second_signal_does_not_wait(start_server: Callable[..., Server]) -> N
 
 def test_the_grace_ends(start_server: Callable[..., Server]) -> None:
     """Streams that are not done when --drain-grace is over end UNAVAILABLE, and the stop is a clean one."""
-    server = start_server(max_num_seqs=4, drain_grace=0.5)
+    server = start_server(drain_grace=0.5, **SMALL)
     streams, exit_s = _cut(server, signals=1)
     print(f"exit {exit_s:.3f} s after the signal, with 0.5 s of grace")
     for stream in streams:
@@ -143,7 +143,7 @@ def test_the_grace_ends(start_server: Callable[..., Server]) -> None:
 
 def test_an_engine_that_dies_in_the_drain(start_server: Callable[..., Server]) -> None:
     """A death is a death while draining, too: ENGINE_DEAD to the streams, one `fatal error`, exit code 4."""
-    server = start_server(max_num_seqs=4, drain_grace=3600)
+    server = start_server(drain_grace=3600, **SMALL)
 
     async def die() -> list[Generation]:
         with ReflectionClient(server.address) as client:
