@@ -246,7 +246,7 @@ class Supervisor:
         report = self._report
         kind = report.exception_type.rpartition(".")[2] if report is not None and report.starting else ""
         if report is not None and kind in FORESEEN_TYPES:
-            root_cause = report.message  # the engine's own considered words; the server says them in one line
+            root_cause = " ".join(report.message.split())  # the engine's own considered words; the server says them in one line
         else:
             fields = self._record_fields(death, process)
             root_cause = _root_cause(death, report, process.returncode)
@@ -335,7 +335,9 @@ class _StallWatch:
 
 
 def _root_cause(death: Death, report: EngineFailed | None, status: int | None) -> str:
+    """One line, whatever the exception's message holds."""
     if report is not None:
-        return f"{report.exception_type}: {report.message} (in phase {report.phase.name}, {report.batch})"
+        where = ", ".join(part for part in (f"phase {report.phase.name}", report.batch) if part)
+        return " ".join(f"{report.exception_type}: {report.message} ({where})".split())
     ending = "not reaped" if status is None else f"exit status {status}" if status >= 0 else signal_name(-status)
     return f"{death.cause} ({ending})"
