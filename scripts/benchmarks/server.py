@@ -21,6 +21,8 @@ SERVE = Path(__file__).resolve().parents[1] / "serve"
 STOP_LIMIT_S = 20.0
 LOG_LIMIT_S = 2.0
 """For the end of the log after the end of the process; a child that outlives it would keep the pipe open."""
+LAST_WORDS_LIMIT_S = 3.0
+"""For a server whose engine has died to say why, and end."""
 LINE_BYTES_MAX = 1 << 20
 TAIL_LINES = 20
 
@@ -104,6 +106,7 @@ class Server:
         for process in descendants:
             with contextlib.suppress(psutil.NoSuchProcess):  # as it should be; psutil tells a reused pid from ours
                 process.kill()
+        await asyncio.wait([self._log], timeout=LOG_LIMIT_S)
         self._log.cancel()
 
     def descendants(self) -> list[psutil.Process]:
@@ -142,6 +145,9 @@ async def own_server(flags: Sequence[str], start_limit_s: float) -> AsyncIterato
         await server.wait_until_serving(start_limit_s)
         yield server
     except BenchmarkError as error:
+        if server.address:
+            await server.wait(LAST_WORDS_LIMIT_S)
+        await server.stop()
         raise BenchmarkError(f"{error}; the server's last words:\n{server.tail}") from None
     finally:
         await server.stop()
