@@ -246,7 +246,7 @@ class Supervisor:
         report = self._report
         kind = report.exception_type.rpartition(".")[2] if report is not None and report.starting else ""
         if report is not None and kind in FORESEEN_TYPES:
-            root_cause = " ".join(report.message.split())  # the engine's own considered words; the server says them in one line
+            root_cause = " ".join(report.message.split())  # considered words; the server says them, in one line
         else:
             fields = self._record_fields(death, process)
             root_cause = _root_cause(death, report, process.returncode)
@@ -319,8 +319,10 @@ class _StallWatch:
 
     def observe(self, record: FlightRecord, num_messages_sent: int, elapsed_s: float) -> str | None:
         """What is wrong, if the deadline is passed. `elapsed_s` is since the last observation."""
-        is_deaf = record.phase is Phase.IDLE and num_messages_sent > record.num_messages_received
-        is_busy = record.phase not in (Phase.LOADING, Phase.IDLE)
+        # Nothing is sent before READY, so an engine that is "loading" with messages waiting has stopped right after it.
+        is_waiting = record.phase in (Phase.LOADING, Phase.IDLE)
+        is_deaf = is_waiting and num_messages_sent > record.num_messages_received
+        is_busy = not is_waiting
         seen = (record.phase, record.since_monotonic_ns, record.step_id)
         if seen != self._seen or not (is_busy or is_deaf):
             self._seen = seen

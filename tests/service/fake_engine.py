@@ -158,10 +158,7 @@ class FakeEngine:
                 self._is_deaf = True
 
     def fail(self) -> None:
-        try:
-            raise RuntimeError("the root cause")
-        except RuntimeError as error:
-            frames = "".join(traceback.format_exception(error))
+        frames = "".join(traceback.format_exception(RuntimeError("the root cause")))
         report = EngineFailed(
             "builtins.RuntimeError", "the root cause", frames, Phase.EXECUTE, self._step_id, "num_seqs=1", False
         )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,13 @@ def submit(request_id: int, *prompt: int, max_tokens: int = 4, resume: tuple[int
 
 def poisoned(request_id: int, trigger: Trigger) -> Submit:
     return submit(request_id, trigger.value, 1)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Wait for something that nobody announces."""
+    async with asyncio.timeout(HANG_S):
+        while not condition():  # noqa: ASYNC110 - there is no event to wait for
+            await asyncio.sleep(0.01)
 
 
 class CapturedLogs:

@@ -31,7 +31,7 @@ from service.exit import ExitCode
 from service.server import Server
 from tests.service import tiny_tokenizers
 from tests.service.fake_engine import Trigger, tokens_of
-from tests.service.support import HANG_S, CapturedLogs, captured_logs, fake_engine
+from tests.service.support import HANG_S, CapturedLogs, captured_logs, fake_engine, until
 
 CANARY = "xylophone"
 
@@ -106,9 +106,7 @@ async def running(
     config = parse(build_parser().parse_args(flags), {})
     server = Server(config, engine_command=engine or fake_engine())
     task = asyncio.create_task(server.run())
-    async with asyncio.timeout(HANG_S):
-        while not server.address and not task.done():
-            await asyncio.sleep(0.01)
+    await until(lambda: server.address or task.done())
     async with grpc.aio.insecure_channel(server.address, [("grpc.enable_retries", 0)]) as channel:
         run = Running(server, task, channel)
         try:
@@ -143,10 +141,7 @@ async def rest_of(call: Any) -> list[Any]:
 
 async def error_of(call: Any) -> grpc.aio.AioRpcError:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        if hasattr(call, "read"):
-            await rest_of(call)
-        else:
-            await call
+        await (rest_of(call) if hasattr(call, "read") else call)
     return caught.value
 
 
@@ -245,9 +240,7 @@ async def test_a_client_that_goes_away_while_it_stalls_its_stream_gives_back_its
         call = stub.Generate(request(1, max_tokens=4000, request_id=label), timeout=HANG_S)
         await call.read()
         (stream,) = run.server._supervisor.client._streams.values()
-        async with asyncio.timeout(HANG_S):
-            while len(stream._outputs) < 100:  # it has not come back for more for a hundred steps
-                await asyncio.sleep(0.01)
+        await until(lambda: len(stream._outputs) >= 100)  # a hundred steps without coming back for more
         gc.disable()
         try:
             call.cancel()
@@ -273,9 +266,7 @@ async def test_a_full_queue_is_told_with_pushback(model: Path, log: CapturedLogs
     """Requests over the bound get RESOURCE_EXHAUSTED and a time to come back; those within it are served."""
     async with running(model, "--max-queue-requests", "2") as run:
         silent = [run.generate(Trigger.SILENT.value, n) for n in range(2)]
-        async with asyncio.timeout(HANG_S):
-            while run.server._admission.num_waiting < 2:
-                await asyncio.sleep(0.01)
+        await until(lambda: run.server._admission.num_waiting == 2)
         error = await error_of(run.generate(1))
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         reason, _, pushback = details(error)
@@ -283,9 +274,7 @@ async def test_a_full_queue_is_told_with_pushback(model: Path, log: CapturedLogs
         assert int(pushback or 0) > 0
         silent[0].cancel()
         await run.wait_idle()
-        async with asyncio.timeout(HANG_S):
-            while run.server._admission.num_waiting > 1:
-                await asyncio.sleep(0.01)
+        await until(lambda: run.server._admission.num_waiting <= 1)
         assert [delta async for delta in run.generate(1)]
 
 
@@ -327,9 +316,7 @@ async def test_calls_while_starting_are_told_and_retried_by_the_client_library(m
         assert (reason, pushback) == ("ENGINE_STARTING", "1000")
         assert await run.readiness() == "NOT_SERVING"
         assert await run.readiness("liveness") == "SERVING"
-        async with asyncio.timeout(HANG_S):
-            while run.server._backend.tokenizer is None:
-                await asyncio.sleep(0.01)
+        await until(lambda: run.server._backend.tokenizer is not None)
         answer = await run.tokenizer.Tokenize(tokenizer_pb2.TokenizeRequest(text="the"))
         assert len(answer.ids) == 1
         assert not log.of("serving")
@@ -433,9 +420,9 @@ async def test_an_engine_that_cannot_start_ends_the_process(
 async def test_a_death_is_told_to_all_and_ends_the_process(
     model: Path, log: CapturedLogs, tmp_path: Path, num_streams: int
 ) -> None:
-    """Every stream ends UNAVAILABLE with ENGINE_DEAD, one death_id and pushback −1, a watcher sees NOT_SERVING, the exit
-    code is 4 even after a late stop signal, the log has one `fatal error` and is as long for 3 streams as for 93, and
-    no word of a prompt."""
+    """Every stream ends UNAVAILABLE with ENGINE_DEAD, one death_id and pushback −1, a watcher sees NOT_SERVING, the
+    exit code is 4 even after a late stop signal, the log has one `fatal error` and is as long for 3 streams as for 93,
+    and no word of a prompt is in it."""
     path = tmp_path / "t"
     async with running(model, "--termination-log", str(path)) as run:
         watch = run.health.Watch(health_pb2.HealthCheckRequest(service="readiness"))
@@ -497,13 +484,11 @@ async def test_a_drain_lets_streams_finish(model: Path, log: CapturedLogs) -> No
 
 @pytest.mark.parametrize("how", ["grace", "second signal"])
 async def test_streams_over_the_grace_are_cut(model: Path, log: CapturedLogs, how: str) -> None:
-    """At the end of the grace, or at a second signal, what still runs ends UNAVAILABLE DRAINING, and the exit is clean."""
+    """At the end of the grace, or at a second signal, what still runs ends UNAVAILABLE DRAINING; the exit is clean."""
     grace_s = "0.2" if how == "grace" else "600"
     async with running(model, "--drain-grace", grace_s) as run:
         call = run.generate(Trigger.SILENT.value)
-        async with asyncio.timeout(HANG_S):
-            while not len(run.server._journal):
-                await asyncio.sleep(0.01)
+        await until(lambda: len(run.server._journal))
         run.server.request_stop()
         if how == "second signal":
             run.server.request_stop()

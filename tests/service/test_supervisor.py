@@ -18,7 +18,16 @@ from service.errors import CallError, DrainingError, EngineDeadError, NonFiniteE
 from service.journal import Journal
 from service.supervisor import NEXT_STATES, Death, EngineState, Supervisor, _StallWatch
 from tests.service.fake_engine import Trigger, tokens_of
-from tests.service.support import ENGINE_CONFIG, HANG_S, CapturedLogs, captured_logs, fake_engine, poisoned, submit
+from tests.service.support import (
+    ENGINE_CONFIG,
+    HANG_S,
+    CapturedLogs,
+    captured_logs,
+    fake_engine,
+    poisoned,
+    submit,
+    until,
+)
 
 
 class Observer:
@@ -164,9 +173,8 @@ async def test_an_idle_engine_that_takes_no_message_is_dead(how: str, log: Captu
         else:
             await collect(supervisor.generate(submit(1)))
             supervisor.generate(poisoned(2, Trigger.STOP_READING))
-            async with asyncio.timeout(HANG_S):
-                while supervisor.process.flight.read().num_messages_received < 2:
-                    await asyncio.sleep(0.01)
+            flight = supervisor.process.flight
+            await until(lambda: flight.read().num_messages_received == 2)
         error = await error_of(supervisor.generate(submit(3)))
         assert isinstance(error, EngineDeadError)
         assert not error.in_step
@@ -255,3 +263,11 @@ def test_progress_starts_the_deadline_anew() -> None:
     for phase in (Phase.LOADING, Phase.IDLE):
         for _ in range(50):
             assert watch.observe(record(phase, num_received=3), 3, 0.2) is None
+
+
+@pytest.mark.parametrize("phase", [Phase.LOADING, Phase.IDLE])
+def test_a_message_that_is_not_taken_is_late(phase: Phase) -> None:
+    """An engine that idles, or stopped the moment it was ready, has the deadline's time to take what it was sent."""
+    watch = _StallWatch(0.5)
+    verdicts = [watch.observe(record(phase, num_received=3), 4, 0.2) for _ in range(5)]
+    assert "has not taken a message" in (verdicts[-1] or "")
