@@ -52,7 +52,7 @@ class SequenceText:
         min_tokens: int = 0,
         skip_special_tokens: bool = True,
     ) -> None:
-        """Cost grows with the prompt: about 0.1 ms per 1,000 tokens."""
+        """Cost grows with the prompt: a millisecond or two per 1,000 tokens."""
         self._detokenizer = tokenizer.detokenizer(skip_special_tokens=skip_special_tokens)
         self._detokenizer.prime(prompt_token_ids)
         self._stop_strings = StopStrings(stop_strings, include_stop=include_stop)

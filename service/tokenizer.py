@@ -32,7 +32,7 @@ class Tokenizer:
     """One model's tokenizer, chat template and generation defaults."""
 
     def __init__(self, tokenizer_json: str, files: ModelFiles) -> None:
-        """Raises ConfigurationError, and whatever `tokenizers` raises for a JSON that it cannot read."""
+        """Raises StartupError for a JSON that is no tokenizer, and ConfigurationError."""
         self._ordinary = _instance(tokenizer_json, files.special_tokens)
         self._plain = _instance(tokenizer_json, files.special_tokens)
         self._plain.encode_special_tokens = True
@@ -132,14 +132,16 @@ def load_tokenizer(model: str | Path, revision: str | None = None) -> Tokenizer:
     files = read_model_files(model, revision)
     try:
         tokenizer_json = files.tokenizer_file.read_text(encoding="utf-8")
-        tokenizers.Tokenizer.from_str(tokenizer_json)
-    except Exception as error:  # noqa: BLE001 - `tokenizers` raises bare Exception
+    except (OSError, UnicodeDecodeError) as error:
         raise StartupError(f"cannot read {files.tokenizer_file}: {error}") from None
     return Tokenizer(tokenizer_json, files)
 
 
 def _instance(tokenizer_json: str, special_tokens: Sequence[str]) -> tokenizers.Tokenizer:
-    instance = tokenizers.Tokenizer.from_str(tokenizer_json)
+    try:
+        instance = tokenizers.Tokenizer.from_str(tokenizer_json)
+    except Exception as error:  # noqa: BLE001 - `tokenizers` raises bare Exception
+        raise StartupError(f"cannot read tokenizer.json: {error}") from None
     instance.no_truncation()
     instance.no_padding()
     flagged = {token.content for token in instance.get_added_tokens_decoder().values() if token.special}
