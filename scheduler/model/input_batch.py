@@ -241,7 +241,9 @@ class InputBatch:
         assert (context_lens <= state["num_tokens"]).all(), "tokens are scheduled that nobody knows"
         assert (context_lens <= state["num_blocks"] * self.block_size).all(), "tokens are scheduled without blocks"
         sampled = np.flatnonzero(context_lens == state["num_tokens"])
-        assert [plan.seq_ids[i] for i in sampled] == list(plan.sampled_seq_ids), "the wrong sequences are sampled"
+        assert [plan.seq_ids[i] for i in sampled.tolist()] == list(plan.sampled_seq_ids), (
+            "the wrong sequences are sampled"
+        )
         row_ends = np.cumsum(query_lens, dtype=np.int64)
         positions = np.arange(plan.num_batched_tokens) + np.repeat(starts - (row_ends - query_lens), query_lens)
         block_table = self._block_table[slots, : -(-int(context_lens.max()) // self.block_size)]
@@ -331,7 +333,8 @@ class InputBatch:
         self._state["num_tokens"][slots] += 1
         for place in np.flatnonzero(self._state["has_penalties"][slots]).tolist():
             controls = self._controls[slots[place]]
-            assert controls is not None and controls.token_counts is not None
+            assert controls is not None
+            assert controls.token_counts is not None
             controls.token_counts.append(int(token_ids[place]))
 
 

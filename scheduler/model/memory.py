@@ -15,7 +15,7 @@ import torch
 from scheduler.config import EngineConfig
 from scheduler.errors import ConfigurationError, StartupError
 
-KV_POOL_CPU_BYTES_MAX = 4 << 30
+KV_POOL_CPU_BYTES_MAX = 2 << 30
 """The pool's size on a CPU where no flag asks for more: beyond it compute, not memory, bounds the batch."""
 KV_POOL_CPU_SHARE = 0.4
 """Of the memory available when weights are loaded. The rest is headroom: page cache, front end, a second engine."""
@@ -68,7 +68,7 @@ def pool_budget_bytes(config: EngineConfig, device: torch.device, step_peak_byte
         return int(total * config.gpu_memory_utilization) - in_use - step_peak_bytes
     available = available_host_bytes()
     if available is None:
-        return KV_POOL_CPU_BYTES_MAX // 4
+        return KV_POOL_CPU_BYTES_MAX // 2
     return min(KV_POOL_CPU_BYTES_MAX, int((available - step_peak_bytes) * KV_POOL_CPU_SHARE))
 
 

@@ -39,10 +39,13 @@ def position_keys(sequence_keys: UInt64Array, positions: npt.NDArray[np.int64]) 
     return mix64(sequence_keys + (positions.astype(np.uint64) + np.uint64(1)) * _INCREMENT)
 
 
-def gumbel(keys: UInt64Array, first_lane: int, num_lanes: int) -> npt.NDArray[np.float64]:
-    """Standard Gumbel noise [S, num_lanes], finite always: -log(-log u) with u uniform on the odd multiples of 2^-54."""
-    lanes = np.arange(first_lane + 1, first_lane + num_lanes + 1, dtype=np.uint64)
-    bits = mix64(keys[:, None] + (lanes * _INCREMENT)[None, :])
+def gumbel(keys: UInt64Array, lanes: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Standard Gumbel noise [S, n], finite always, for the keys [S] and the lanes [n], or [S, n]: a row's own.
+
+    -log(-log u), with u uniform on the odd multiples of 2^-54.
+    """
+    counters = np.atleast_2d(lanes).astype(np.uint64) + np.uint64(1)
+    bits = mix64(keys[:, None] + counters * _INCREMENT)
     # 53 bits and a half: u can be neither 0 nor 1, so neither logarithm meets its pole.
     uniform = ((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
     return -np.log(-np.log(uniform))

@@ -80,9 +80,7 @@ class _AttentionProbe:
         options: dict[str, Any],
     ) -> torch.Tensor:
         """See `paged_attention.AttendsForModule`."""
-        self.calls.append(
-            _Call(module, query.shape[1], key.shape[1], query.shape[2], value.shape[2], dict(options))
-        )
+        self.calls.append(_Call(module, query.shape[1], key.shape[1], query.shape[2], value.shape[2], dict(options)))
         query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
         output = nn.functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scale, enable_gqa=True
@@ -105,7 +103,11 @@ def probe_attention(model: Any, max_model_len: int) -> AttentionShape:
     positions = torch.arange(min(_NUM_PROBE_TOKENS, max_model_len), device=model.device)[None]
     try:
         with torch.inference_mode():
-            model(input_ids=positions % model.config.get_text_config(decoder=True).vocab_size, position_ids=positions, use_cache=False)
+            model(
+                input_ids=positions % model.config.get_text_config(decoder=True).vocab_size,
+                position_ids=positions,
+                use_cache=False,
+            )
     except Exception as error:  # noqa: BLE001 - whatever a model's own code raises is a reason to refuse it
         message = str(error).splitlines()[0] if str(error) else ""
         raise unsupported(config, f"it cannot run over a flat row ({type(error).__name__}: {message})") from None

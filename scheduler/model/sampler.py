@@ -7,11 +7,11 @@ How it works. A step whose rows are all plain greedy is one argmax and one maxim
 of the row. Otherwise: controls that touch few tokens (bias, stop mask, penalties) are gathered into flat lists of
 (row, id), computed in float64 and scattered back; controls of a whole row touch only the rows that ask for them.
 
-A token is drawn by the Gumbel-max trick in two stages (Maddison et al. 2014; top-down as in Kool et al. 2019): first a
-group of 256 neighbouring ids by Gumbel + log of the group's mass, then a token of that group by Gumbel + its logit.
-That is the softmax distribution exactly, for a few hundred numbers of noise per row instead of one per token of the
-vocabulary, and it keeps what makes Gumbel noise the right one here: logits that differ in the last bits, as they do
-between batch shapes, change the token only where two candidates are tied to those bits.
+A token is drawn by the Gumbel-max trick (Maddison et al. 2014): logits that differ in the last bits, as they do between
+batch shapes, change the token only where two candidates are tied to those bits. A row without filters draws in two
+stages, first a group of 256 neighbouring ids by Gumbel + log of the group's mass, then a token of that group by
+Gumbel + its score: that is the softmax distribution exactly, for a few hundred numbers of noise instead of one per
+token of the vocabulary. A row with filters (top-k, top-p, min-p) draws among the best tokens, which are few.
 
 Reductions run along a row only. Ties go to the lowest id, everywhere.
 """
@@ -19,6 +19,7 @@ Reductions run along a row only. Ties go to the lowest id, everywhere.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,8 +34,10 @@ GREEDY_TEMPERATURE = 1e-5
 """Below this a row is greedy: its distribution could not be told from the argmax in float32."""
 FLOAT32_MAX = float(torch.finfo(torch.float32).max)
 
-_FIRST_TOKEN_LANE = 1 << 32  # the lanes before it are those of the groups
-_NUCLEUS_CANDIDATES = 64  # the first guess at a nucleus's size; 8 times as many are tried each time it is too small
+_CANDIDATES_MIN = 64  # of the list of best tokens; it grows eightfold where that is too short
+# Lanes of noise: 0… for groups, then for a group's members, then for tokens by id.
+_MEMBER_LANES = 1 << 32
+_TOKEN_LANES = 2 << 32
 
 Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
@@ -120,14 +123,14 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> SampledTokens:
     if not bool(finite.all()):
         logits[~finite] = 0.0
     wants_logprobs = np.flatnonzero(rows.num_logprobs >= 0)
-    raw = logits[_index(wants_logprobs, logits)] if len(wants_logprobs) else None
+    raw = logits[_on_device(wants_logprobs, logits)] if len(wants_logprobs) else None
     if _apply_controls(logits, rows):
         best = logits.amax(dim=-1)
         finite &= best.isfinite()
-    token_ids = logits.argmax(dim=-1)
     drawn = np.flatnonzero(rows.temperature >= GREEDY_TEMPERATURE)
+    token_ids = torch.zeros_like(best, dtype=torch.long) if len(drawn) == len(best) else logits.argmax(dim=-1)
     if len(drawn):
-        index = _index(drawn, logits)
+        index = _on_device(drawn, logits)
         # A row without any token left has no best; it is drawn from as if it were flat, and marked below.
         best_drawn = torch.where(finite[index], best[index], 0.0)
         token_ids[index] = _draw(logits[index], best_drawn, rows, drawn)
@@ -142,11 +145,12 @@ def best_first(values: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tens
 
     torch.topk alone promises no order among equals, nor which of them it takes at the end of its list.
     """
-    top, ids = values.topk(num, dim=-1)
-    ids, order = ids.sort(dim=-1)
+    # One more than asked for: if it equals the last one, there may be more of its kind.
+    top, ids = values.topk(min(num + 1, values.shape[1]), dim=-1)
+    tied = top[:, num - 1] == top[:, num] if top.shape[1] > num else torch.zeros_like(top[:, 0], dtype=torch.bool)
+    ids, order = ids[:, :num].sort(dim=-1)
     top, order = top.gather(-1, order).sort(dim=-1, descending=True, stable=True)
     ids = ids.gather(-1, order)
-    tied = (values >= top[:, -1:]).sum(dim=-1) > num
     if bool(tied.any()):
         exact_values, exact_ids = values[tied].sort(dim=-1, descending=True, stable=True)
         top[tied], ids[tied] = exact_values[:, :num], exact_ids[:, :num]
@@ -157,8 +161,8 @@ def _mark(token_ids: torch.Tensor, finite: torch.Tensor) -> list[int]:
     return torch.where(finite, token_ids, -1).tolist()
 
 
-def _index(rows: Int64Array, like: torch.Tensor) -> torch.Tensor:
-    return torch.from_numpy(rows).to(like.device)
+def _on_device(array: npt.NDArray[Any], like: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(array).to(like.device)
 
 
 # ------------------------------------------------------------------------------------------ controls, before sampling
@@ -172,7 +176,7 @@ def _apply_controls(logits: torch.Tensor, rows: SamplingRows) -> bool:
         _add_bias(logits, rows.bias)
     if rows.forbidden is not None:
         forbidden = rows.forbidden
-        logits[_index(forbidden.rows, logits), _index(forbidden.ids, logits)] = -torch.inf
+        logits[_on_device(forbidden.rows, logits), _on_device(forbidden.ids, logits)] = -torch.inf
     if rows.penalties is not None:
         _penalise(logits, rows.penalties)
     return any((rows.allowed, rows.bias, rows.forbidden, rows.penalties))
@@ -180,27 +184,27 @@ def _apply_controls(logits: torch.Tensor, rows: SamplingRows) -> bool:
 
 def _keep_only(logits: torch.Tensor, allowed: TokenList) -> None:
     constrained, local = np.unique(allowed.rows, return_inverse=True)
-    target = _index(constrained, logits)
-    ids = _index(allowed.ids, logits)
+    target = _on_device(constrained, logits)
+    ids = _on_device(allowed.ids, logits)
     kept = torch.full((len(constrained), logits.shape[1]), -torch.inf, dtype=logits.dtype, device=logits.device)
-    kept[_index(local, logits), ids] = logits[_index(allowed.rows, logits), ids]
+    kept[_on_device(local, logits), ids] = logits[_on_device(allowed.rows, logits), ids]
     logits[target] = kept
 
 
 def _add_bias(logits: torch.Tensor, bias: BiasList) -> None:
-    index = (_index(bias.rows, logits), _index(bias.ids, logits))
+    index = (_on_device(bias.rows, logits), _on_device(bias.ids, logits))
     # Whatever the front end lets through, a bias is a finite float32 from here on.
     values = np.nan_to_num(np.clip(bias.values, -FLOAT32_MAX, FLOAT32_MAX), nan=0.0)
     before = logits[index]
-    logits[index] = _as_logits(before.double() + _index(values, logits), before)
+    logits[index] = _as_logits(before.double() + _on_device(values, logits), before)
 
 
 def _penalise(logits: torch.Tensor, penalties: PenaltyList) -> None:
     """Repetition penalty after Keskar et al. 2019 (CTRL), then frequency and presence penalty."""
-    index = (_index(penalties.rows, logits), _index(penalties.ids, logits))
+    index = (_on_device(penalties.rows, logits), _on_device(penalties.ids, logits))
     counts = penalties.output_counts
-    subtrahend = _index(penalties.frequency * counts + penalties.presence * (counts > 0), logits)
-    repetition = _index(penalties.repetition, logits)
+    subtrahend = _on_device(penalties.frequency * counts + penalties.presence * (counts > 0), logits)
+    repetition = _on_device(penalties.repetition, logits)
     before = logits[index]
     values = before.double()
     values = torch.where(values > 0, values / repetition, values * repetition) - subtrahend
@@ -219,62 +223,31 @@ def _as_logits(values: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
 def _draw(logits: torch.Tensor, best: torch.Tensor, rows: SamplingRows, drawn: Int64Array) -> torch.Tensor:
     """Draws a token [R] from each of `logits` [R, V], the rows `drawn`, whose maxima are `best` [R]."""
     # Less its maximum first: the quotient is then 0 or below, so no temperature can overflow it upwards.
-    scores = logits.sub_(best[:, None]).div_(_index(rows.temperature[drawn], logits).to(logits.dtype)[:, None])
-    scores = _filter_top_k(scores, rows.top_k[drawn])
-    scores = _filter_top_p(scores, rows.top_p[drawn])
-    scores = _filter_min_p(scores, rows.min_p[drawn])
-    return _gumbel_max(scores, rows.keys[drawn])
+    scores = logits.sub_(best[:, None]).div_(_on_device(rows.temperature[drawn], logits).to(logits.dtype)[:, None])
+    filters = _Filters.of(rows, drawn, scores.shape[1])
+    free = np.flatnonzero(filters.none)
+    if len(free) == len(drawn):
+        return _draw_from_all(scores, rows.keys[drawn])
+    token_ids = torch.empty(len(drawn), dtype=torch.long, device=scores.device)
+    if len(free):
+        index = _on_device(free, scores)
+        token_ids[index] = _draw_from_all(scores[index], rows.keys[drawn[free]])
+    filtered = np.flatnonzero(~filters.none)
+    index = _on_device(filtered, scores)
+    # Not a copy where all rows are filtered.
+    scores = scores[index] if len(free) else scores
+    token_ids[index] = _draw_from_best(scores, filters.take(filtered), rows.keys[drawn[filtered]])
+    return token_ids
 
 
-def _filter_top_k(scores: torch.Tensor, top_k: Int64Array) -> torch.Tensor:
-    """Keeps each row's `top_k` best tokens, ties by lowest id; 0 or more than the vocabulary keeps all."""
-    limited = np.flatnonzero((top_k > 0) & (top_k < scores.shape[1]))
-    if len(limited) == 0:
-        return scores
-    index = _index(limited, scores)
-    limits = top_k[limited]
-    values, ids = best_first(scores[index], int(limits.max()))
-    ranks = torch.arange(values.shape[1], device=scores.device)
-    values = values.masked_fill(ranks[None, :] >= _index(limits, scores)[:, None], -torch.inf)
-    scores[index] = torch.full_like(scores[index], -torch.inf).scatter_(1, ids, values)
-    return scores
-
-
-def _filter_top_p(scores: torch.Tensor, top_p: Float64Array) -> torch.Tensor:
-    """Keeps each row's smallest set of best tokens whose mass reaches `top_p` of the whole (Holtzman et al. 2020)."""
-    pending = np.flatnonzero(top_p < 1.0)
-    if len(pending) == 0:
-        return scores
-    # Sums in float64 along one row: what a neighbour holds cannot move the edge of the nucleus.
-    mass_limits = _mass_by_group(scores[_index(pending, scores)]).sum(dim=-1) * _index(top_p[pending], scores)
-    num_candidates = _NUCLEUS_CANDIDATES
-    while len(pending):
-        num_candidates = min(num_candidates, scores.shape[1])
-        index = _index(pending, scores)
-        values, ids = best_first(scores[index], num_candidates)
-        mass = values.double().exp()
-        keep = mass.cumsum(dim=-1) - mass < mass_limits[:, None]
-        keep[:, 0] = True
-        complete = ~keep[:, -1] if num_candidates < scores.shape[1] else torch.ones_like(keep[:, -1])
-        done = index[complete]
-        kept = values.masked_fill(~keep, -torch.inf)[complete]
-        scores[done] = torch.full_like(scores[done], -torch.inf).scatter_(1, ids[complete], kept)
-        pending = pending[(~complete).cpu().numpy()]
-        mass_limits = mass_limits[~complete]
-        num_candidates *= 8
-    return scores
-
-
-def _filter_min_p(scores: torch.Tensor, min_p: Float64Array) -> torch.Tensor:
-    """Keeps the tokens at least `min_p` times as likely as the best one, whose score is 0."""
-    limited = np.flatnonzero(min_p > 0.0)
-    if len(limited) == 0:
-        return scores
-    index = _index(limited, scores)
-    floor = _index(np.log(min_p[limited]), scores).to(scores.dtype)
-    subset = scores[index]
-    scores[index] = subset.masked_fill(subset < floor[:, None], -torch.inf)
-    return scores
+def _draw_from_all(scores: torch.Tensor, keys: UInt64Array) -> torch.Tensor:
+    """A token [R] for each row of `scores` [R, V]: a group by its mass, then a token of the group by its score."""
+    mass = _mass_by_group(scores)
+    group_noise = _on_device(gumbel(keys, np.arange(mass.shape[1])), scores)
+    member_noise = _on_device(gumbel(keys, np.arange(GROUP_SIZE) + _MEMBER_LANES), scores)
+    group = (mass.log() + group_noise).argmax(dim=-1)
+    members = _grouped(scores)[torch.arange(len(group), device=scores.device), group].double()
+    return group * GROUP_SIZE + (members + member_noise).argmax(dim=-1)
 
 
 def _mass_by_group(scores: torch.Tensor) -> torch.Tensor:
@@ -290,14 +263,75 @@ def _grouped(scores: torch.Tensor) -> torch.Tensor:
     return scores.view(scores.shape[0], -1, GROUP_SIZE)
 
 
-def _gumbel_max(scores: torch.Tensor, keys: UInt64Array) -> torch.Tensor:
-    """A token [R] for each row of `scores` [R, V], unnormalised log-probabilities, from the noise of `keys` [R]."""
-    mass = _mass_by_group(scores)
-    group_noise = _index(gumbel(keys, 0, mass.shape[1]), scores)
-    token_noise = _index(gumbel(keys, _FIRST_TOKEN_LANE, GROUP_SIZE), scores)
-    group = (mass.log() + group_noise).argmax(dim=-1)
-    members = _grouped(scores)[torch.arange(len(group), device=scores.device), group].double()
-    return group * GROUP_SIZE + (members + token_noise).argmax(dim=-1)
+@dataclass(frozen=True, slots=True)
+class _Filters:
+    """Of R rows. `top_k` is the vocabulary's size where it keeps all."""
+
+    top_k: Int64Array
+    top_p: Float64Array
+    min_p: Float64Array
+    vocab_size: int
+
+    @classmethod
+    def of(cls, rows: SamplingRows, drawn: Int64Array, vocab_size: int) -> _Filters:
+        top_k = rows.top_k[drawn]
+        top_k = np.where(top_k > 0, np.minimum(top_k, vocab_size), vocab_size)
+        return cls(top_k, rows.top_p[drawn], rows.min_p[drawn], vocab_size)
+
+    def take(self, index: Int64Array) -> _Filters:
+        return _Filters(self.top_k[index], self.top_p[index], self.min_p[index], self.vocab_size)
+
+    @property
+    def none(self) -> npt.NDArray[np.bool_]:
+        """[R]: the rows that keep every token."""
+        return (self.top_k == self.vocab_size) & (self.top_p >= 1.0) & (self.min_p <= 0.0)
+
+
+def _draw_from_best(scores: torch.Tensor, filters: _Filters, keys: UInt64Array) -> torch.Tensor:
+    """A token [R] for each row of `scores` [R, V], from what its filters keep.
+
+    What they keep is the beginning of the list of best tokens. So that list is made only as long as it has to be: it
+    grows until each row's end lies inside. How far it grows is the row's own business, and the noise is the token's.
+    """
+    needs_whole = bool(((filters.top_p < 1.0) & (filters.top_k == filters.vocab_size)).any())
+    whole = _mass_by_group(scores).sum(dim=-1) if needs_whole else scores.new_zeros(len(keys), dtype=torch.double)
+    token_ids = torch.empty(len(keys), dtype=torch.long, device=scores.device)
+    pending = np.arange(len(keys))
+    num_candidates = _CANDIDATES_MIN
+    while len(pending):
+        num_candidates = min(num_candidates, filters.vocab_size)
+        top_k = filters.top_k[pending]
+        tried = pending[(top_k <= num_candidates) | (top_k == filters.vocab_size)]
+        index = _on_device(tried, scores)
+        values, ids = best_first(scores if len(tried) == len(keys) else scores[index], num_candidates)
+        kept, complete = _apply_filters(values, filters.take(tried), whole[index])
+        noise = _on_device(gumbel(keys[tried], ids.cpu().numpy() + _TOKEN_LANES), scores)
+        winners = (values.double().masked_fill(~kept, -torch.inf) + noise).argmax(dim=-1, keepdim=True)
+        token_ids[index] = ids.gather(1, winners)[:, 0]  # overwritten where the list must grow
+        pending = np.setdiff1d(pending, tried[complete.cpu().numpy()], assume_unique=True)
+        num_candidates *= 8
+    return token_ids
+
+
+def _apply_filters(values: torch.Tensor, filters: _Filters, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which of the best scores `values` [R, n] are kept [R, n], and of which rows that is all that is kept [R].
+
+    top-k, then the smallest set of best tokens whose mass reaches `top_p` of what top-k left (Holtzman et al. 2020),
+    then those at least `min_p` times as likely as the best one, whose score is 0. `whole` [R]: mass of the whole row.
+    """
+    num_candidates = values.shape[1]
+    top_k = _on_device(filters.top_k, values)[:, None]
+    top_p = _on_device(filters.top_p, values)[:, None]
+    floor = _on_device(np.log(np.maximum(filters.min_p, np.finfo(np.float64).tiny)), values)[:, None]
+    within_k = torch.arange(num_candidates, device=values.device)[None, :] < top_k
+    # Sums in float64 along one row: what a neighbour holds cannot move the edge of the nucleus.
+    mass = values.double().exp() * within_k
+    whole = torch.where(top_k < filters.vocab_size, mass.sum(dim=-1, keepdim=True), whole[:, None])
+    mass_limit = torch.where(top_p < 1.0, top_p * whole, torch.inf)
+    kept = within_k & (mass.cumsum(dim=-1) - mass < mass_limit) & (values >= floor)
+    kept[:, 0] = True
+    complete = (top_k[:, 0] <= num_candidates) | ~kept[:, -1]
+    return kept, complete
 
 
 # ------------------------------------------------------------------------------------------------------------ logprobs
@@ -320,7 +354,13 @@ def _logprobs(
         top_ids = top_indices.tolist()
         top_logprobs = (top_values - normaliser).tolist()
     columns = zip(
-        wants.tolist(), chosen_logprobs.tolist(), ranks.tolist(), num_logprobs.tolist(), top_ids, top_logprobs, strict=True
+        wants.tolist(),
+        chosen_logprobs.tolist(),
+        ranks.tolist(),
+        num_logprobs.tolist(),
+        top_ids,
+        top_logprobs,
+        strict=True,
     )
     return {
         row: TokenLogprobs(logprob, rank, tuple(ids[:num]), tuple(logprobs[:num]))

@@ -36,7 +36,6 @@ far below what a wrong mask, position or neighbour does (about 1)."""
 
 _SELF_CHECK_CHUNKS = ((16, 10), (8, 6))
 """Tokens of two sequences in two steps: chunks, neighbours and pages that begin and end inside a step."""
-_WARM_UP_TOKENS = 32
 
 
 def load_model_runner(engine_config: EngineConfig, on_progress: Callable[[str], None]) -> ModelRunner:
@@ -109,7 +108,8 @@ def _check_limits(config: EngineConfig) -> None:
         raise ConfigurationError(f"--max-num-seqs must be at least 1, not {config.max_num_seqs}")
     if config.max_num_batched_tokens < config.max_num_seqs:
         raise ConfigurationError(
-            f"--max-num-batched-tokens {config.max_num_batched_tokens} is less than --max-num-seqs {config.max_num_seqs}"
+            f"--max-num-batched-tokens {config.max_num_batched_tokens} is less than "
+            f"--max-num-seqs {config.max_num_seqs}"
         )
 
 
@@ -205,7 +205,7 @@ def _chunked_logits(
 def _measured_num_kv_blocks(assembly: _Assembly) -> int:
     """Runs the largest step over a scratch pool, then lets `memory.py` decide."""
     config, loaded, backend = assembly.config, assembly.loaded, assembly.backend
-    step_peak_bytes = max(_step_peak_bytes(assembly, config.max_num_seqs), _step_peak_bytes(assembly, 1))
+    step_peak_bytes = _step_peak_bytes(assembly)
     blocks_per_seq_max = -(-loaded.max_model_len // backend.block_size)
     request = PoolRequest(
         num_bytes_per_block=num_bytes_per_block(backend, len(loaded.attention.modules)),
@@ -215,46 +215,59 @@ def _measured_num_kv_blocks(assembly: _Assembly) -> int:
     return decide_num_kv_blocks(config, request)
 
 
-def _step_peak_bytes(assembly: _Assembly, num_seqs: int) -> int:
-    """Memory of a step with as many tokens as a step can have, split over `num_seqs` sequences, all of them sampled."""
-    length = min(assembly.config.max_num_batched_tokens // num_seqs, assembly.loaded.max_model_len)
-    blocks_per_seq = -(-length // assembly.backend.block_size)
-    runner = assembly.runner(num_seqs * blocks_per_seq, assembly.loaded.max_model_len)
-    plan = _prefill_plan(num_seqs, length, blocks_per_seq)
-    return measure_peak_bytes(lambda: runner.execute(plan), assembly.loaded.device)
+def _step_peak_bytes(assembly: _Assembly) -> int:
+    """Memory that the largest step takes; its scratch pool is gone when this returns."""
+    loaded, block_size = assembly.loaded, assembly.backend.block_size
+    lengths = _largest_step(assembly.config, loaded.max_model_len)
+    runner = assembly.runner(sum(-(-length // block_size) for length in lengths), loaded.max_model_len)
+    plan = _prefill_plan(lengths, block_size)
+    return measure_peak_bytes(lambda: runner.execute(plan), loaded.device)
+
+
+def _largest_step(config: EngineConfig, max_model_len: int) -> list[int]:
+    """Query lengths of a step with all the tokens and all the sequences that a step can have: few long, many short."""
+    lengths = [1] * config.max_num_seqs
+    left = config.max_num_batched_tokens - config.max_num_seqs
+    for seq in range(config.max_num_seqs):
+        added = min(left, max_model_len - 1)
+        lengths[seq] += added
+        left -= added
+    return lengths
 
 
 def _warm_up(runner: ModelRunner) -> None:
-    """A prefill and two decodes, of one sequence and of a full batch, so that no first request pays for first times."""
+    """A prefill and a decode, of one sequence and of a full batch, so that no first request pays for first times."""
     info = runner.info
+    if info.max_model_len < 2:
+        return
     for num_seqs in {1, min(info.max_num_seqs, info.num_kv_blocks)}:
-        length = max(1, min(_WARM_UP_TOKENS // num_seqs, info.max_model_len - 1, info.block_size - 1))
-        runner.execute(_prefill_plan(num_seqs, length, 1))
         seq_ids = range(num_seqs)
-        if length < info.max_model_len:
-            runner.execute(
-                StepPlan(
-                    step_id=0,
-                    seq_ids=seq_ids,
-                    num_scheduled_tokens=[1] * num_seqs,
-                    sampled_seq_ids=seq_ids,
-                    num_batched_tokens=num_seqs,
-                )
+        runner.execute(_prefill_plan([1] * num_seqs, info.block_size))
+        runner.execute(
+            StepPlan(
+                step_id=0,
+                seq_ids=seq_ids,
+                num_scheduled_tokens=[1] * num_seqs,
+                sampled_seq_ids=seq_ids,
+                num_batched_tokens=num_seqs,
+                new_block_ids={} if info.block_size > 1 else {seq: [seq] for seq in seq_ids},
             )
+        )
         runner.execute(StepPlan(0, (), (), (), 0, finished_seq_ids=seq_ids))
 
 
-def _prefill_plan(num_seqs: int, length: int, blocks_per_seq: int) -> StepPlan:
-    """`num_seqs` sequences of `length` tokens at once, sampled with everything that takes memory."""
+def _prefill_plan(lengths: Sequence[int], block_size: int) -> StepPlan:
+    """Sequences of these lengths at once, sampled with everything that takes memory."""
+    ends = np.cumsum([-(-length // block_size) for length in lengths]).tolist()
     return StepPlan(
         step_id=0,
-        seq_ids=range(num_seqs),
-        num_scheduled_tokens=[length] * num_seqs,
-        sampled_seq_ids=range(num_seqs),
-        num_batched_tokens=num_seqs * length,
+        seq_ids=range(len(lengths)),
+        num_scheduled_tokens=lengths,
+        sampled_seq_ids=range(len(lengths)),
+        num_batched_tokens=sum(lengths),
         new=[
-            _new_sequence(seq, [0] * length, range(seq * blocks_per_seq, (seq + 1) * blocks_per_seq))
-            for seq in range(num_seqs)
+            _new_sequence(seq, [0] * length, range(start, end))
+            for seq, (length, start, end) in enumerate(zip(lengths, [0, *ends], ends, strict=False))
         ],
     )
 
