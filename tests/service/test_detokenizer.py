@@ -48,6 +48,7 @@ def text_in_chunks(
 ALL_KINDS = [*KINDS, *(["default_model"] if (DEFAULT_MODEL / "tokenizer.json").is_file() else [])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ALL_KINDS)
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())

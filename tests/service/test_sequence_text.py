@@ -113,6 +113,7 @@ def test_an_end_that_the_resumed_tokens_had_reached_sends_nothing_again(tokenize
     assert text.push([0], FinishReason.EOS) == TextDelta("ST", 1, FinishReason.EOS)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(
     output=st.text("abS你💖T", max_size=8),

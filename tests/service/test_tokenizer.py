@@ -114,6 +114,7 @@ def test_private_use_characters_of_the_user_survive(chatml: Tokenizer) -> None:
         chatml.encode_chat([ChatTurn("user", everything + IM_END)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [byte_level, byte_fallback, metaspace_first])
 @settings(max_examples=200, deadline=None)
 @given(parts=st.lists(st.sampled_from(["a", " ", "  ", "\n", "the", "你", IM_START, IM_END, "<think>", "b.", "<|"])))
@@ -273,6 +274,7 @@ def test_a_hub_name_fetches_no_weights(tmp_path: Path, monkeypatch: pytest.Monke
     assert all(name.endswith((".json", ".jinja")) for name in asked["allow_patterns"])
 
 
+@pytest.mark.slow
 def test_the_model_directory_is_read_without_torch(tmp_path: Path) -> None:
     """The front end's text parts import no torch, whatever they are asked to do."""
     directory = write_model(tmp_path / "model", byte_level(), chat_template=CHATML)
@@ -286,6 +288,7 @@ def test_the_model_directory_is_read_without_torch(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (DEFAULT_MODEL / "tokenizer.json").is_file(), reason="the default model is not in the cache")
 def test_the_default_model() -> None:
     """Its own template, EOS and tokens: a user's <|im_end|> is text, and the conversation is ChatML."""
