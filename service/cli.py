@@ -11,7 +11,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import NoReturn
 
 from scheduler import logs
@@ -65,13 +65,20 @@ def _serve(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
     try:
         from service.server import Server  # noqa: PLC0415 - grpc takes long to import
 
-        code = asyncio.run(Server(config).run())
+        code = asyncio.run(_run(Server(config).run()))
     except Exception as error:  # noqa: BLE001 - the last boundary of the process
         logs.get_logger().critical("internal error", **logs.describe(error))
         code = ExitCode.BUG
     writer.close(LOG_FLUSH_TIMEOUT_S)
     # Leaving through the interpreter would wait for worker threads, which nothing bounds.
     os._exit(code)
+
+
+async def _run(life: Coroutine[None, None, ExitCode]) -> ExitCode:
+    code = await life
+    # The loop's handlers end with it; a signal in the last moment must not replace the exit code.
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))
+    return code
 
 
 def _refuse(code: ExitCode, error: Exception) -> int:

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
@@ -22,7 +22,6 @@ from tests.service.support import (
     ENGINE_CONFIG,
     HANG_S,
     CapturedLogs,
-    captured_logs,
     fake_engine,
     poisoned,
     submit,
@@ -40,12 +39,6 @@ class Observer:
 
     def on_engine_death(self, death: Death) -> None:
         self.deaths.append(death)
-
-
-@pytest.fixture
-def log() -> Iterator[CapturedLogs]:
-    with captured_logs() as log:
-        yield log
 
 
 @asynccontextmanager

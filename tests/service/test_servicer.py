@@ -1,0 +1,191 @@
+"""The rpc bodies, over real gRPC and with made-up tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from pathlib import Path
+
+import grpc
+import pytest
+
+from emberline.v1 import inference_pb2, inference_pb2_grpc, info_pb2, tokenizer_pb2
+from tests.service.fake_engine import Trigger, tokens_of
+from tests.service.front_end import CANARY, details, error_of, request, running, text_of
+from tests.service.support import HANG_S, CapturedLogs, fake_engine, until
+
+
+async def test_generate_streams_the_tokens_of_its_request(model: Path, log: CapturedLogs) -> None:
+    """The concatenated text is that of the engine's tokens; the first message has the prompt's facts, the last the
+    finish and the usage; the request's one log line counts them."""
+    async with running(model) as run:
+        deltas = [delta async for delta in run.generate(1, 2, 3, max_tokens=20, request_id="mine")]
+    expected = tokens_of((1, 2, 3), 20)
+    assert "".join(delta.text for delta in deltas) == text_of(model, expected)
+    assert {delta.request_id for delta in deltas} == {"mine"}
+    assert deltas[0].prompt.count == 3
+    assert not any(delta.HasField("prompt") for delta in deltas[1:])
+    assert deltas[-1].finish.reason == inference_pb2.FINISH_REASON_MAX_TOKENS
+    assert (deltas[-1].usage.prompt, deltas[-1].usage.completion) == (3, 20)
+    assert not any(delta.HasField("finish") or delta.HasField("usage") for delta in deltas[:-1])
+    (line,) = log.of("request finished")
+    assert line["request_id"] == "mine"
+    assert (line["finish"], line["num_prompt_tokens"], line["num_output_tokens"]) == ("MAX_TOKENS", 3, 20)
+
+
+async def test_complete_is_the_fold_of_generate(model: Path, log: CapturedLogs) -> None:
+    """The unary answer holds the same text, tokens, finish and usage as the stream."""
+    output = inference_pb2.OutputOptions(token_ids=True)
+    async with running(model) as run:
+        answer = await run.inference.Complete(request(4, 5, max_tokens=9, output=output))
+    (completion,) = answer.completions
+    assert [token.id for token in completion.tokens] == tokens_of((4, 5), 9)
+    assert completion.text == text_of(model, tokens_of((4, 5), 9))
+    assert completion.finish.reason == inference_pb2.FINISH_REASON_MAX_TOKENS
+    assert (answer.usage.prompt, answer.usage.completion, answer.prompt.count) == (2, 9, 2)
+    assert answer.request_id
+
+
+async def test_a_stop_string_ends_the_request_in_the_engine(model: Path, log: CapturedLogs) -> None:
+    """The text ends before the stop string, tokens past it are not counted, and the engine's blocks are freed."""
+    whole = text_of(model, tokens_of((1, 2), 60))
+    stop = whole[20:23]
+    async with running(model) as run:
+        stopping = inference_pb2.StoppingOptions(max_tokens=4000, stop_strings=[stop])
+        deltas = [delta async for delta in run.generate(1, 2, stopping=stopping)]
+        await run.wait_idle()
+    assert "".join(delta.text for delta in deltas) == whole[:20]
+    assert deltas[-1].finish.reason == inference_pb2.FINISH_REASON_STOP_STRING
+    assert deltas[-1].finish.matched == stop
+    assert deltas[-1].usage.completion == 23
+
+
+async def test_resumed_tokens_are_not_sent_again(model: Path, log: CapturedLogs) -> None:
+    """A resumed stream sends what would have followed; one that had reached max_tokens ends at once."""
+    tokens = tokens_of((1, 2), 10)
+    async with running(model) as run:
+        deltas = [delta async for delta in run.generate(1, 2, max_tokens=10, resume_token_ids=tokens[:6])]
+        over = [delta async for delta in run.generate(1, 2, max_tokens=10, resume_token_ids=tokens)]
+    assert "".join(delta.text for delta in deltas) == text_of(model, tokens)[6:]
+    assert deltas[-1].usage.completion == 4
+    (only,) = over
+    assert (only.text, only.finish.reason) == ("", inference_pb2.FINISH_REASON_MAX_TOKENS)
+    assert (only.usage.prompt, only.usage.completion) == (2, 0)
+
+
+async def test_a_cancelled_stream_is_aborted(model: Path, log: CapturedLogs) -> None:
+    """A client that goes away between messages gives back its place and its blocks; the journal forgets it, and no
+    error is logged."""
+    async with running(model, engine=fake_engine(step_s=0)) as run:
+        calls = [run.generate(1, n, max_tokens=4000) for n in range(20)]
+        for call in calls:
+            await call.read()
+        for call in calls:
+            call.cancel()
+        await run.wait_idle()
+        assert len(run.server._journal) == 0
+        async with asyncio.timeout(HANG_S):
+            await run.server._admission.idle.wait()
+        finished = log.of("request finished")
+        assert [line.get("error") for line in finished] == ["Cancelled"] * 20
+    assert not [record for record in log.records if record["level"] in ("error", "critical")]
+
+
+async def test_a_client_that_goes_away_while_it_stalls_its_stream_gives_back_its_place(
+    model: Path, log: CapturedLogs
+) -> None:
+    """A call whose message waits for a reader that never reads is cleaned up as soon as its client is gone, not when a
+    garbage collector finds it."""
+    narrow = [("grpc.use_local_subchannel_pool", 1), ("grpc.http2.lookahead_bytes", 0), ("grpc.http2.bdp_probe", 0)]
+    async with running(model) as run, grpc.aio.insecure_channel(run.server.address, narrow) as channel:
+        label = "l" * 128
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        call = stub.Generate(request(1, max_tokens=4000, request_id=label), timeout=HANG_S)
+        await call.read()
+        (stream,) = run.server._supervisor.client._streams.values()
+        await until(lambda: len(stream._outputs) >= 100)  # a hundred steps without coming back for more
+        gc.disable()
+        try:
+            call.cancel()
+            async with asyncio.timeout(HANG_S):
+                await run.server._admission.idle.wait()
+        finally:
+            gc.enable()
+
+
+async def test_a_label_is_unique_among_live_calls(model: Path, log: CapturedLogs) -> None:
+    """A second live call with the same request_id is told ALREADY_EXISTS; after the end the label is free."""
+    async with running(model) as run:
+        first = run.generate(1, max_tokens=4000, request_id="same")
+        await first.read()
+        error = await error_of(run.generate(1, request_id="same"))
+        assert error.code() is grpc.StatusCode.ALREADY_EXISTS
+        first.cancel()
+        await run.wait_idle()
+        assert [delta async for delta in run.generate(1, request_id="same")]
+
+
+async def test_a_full_queue_is_told_with_pushback(model: Path, log: CapturedLogs) -> None:
+    """Requests over the bound get RESOURCE_EXHAUSTED and a time to come back; those within it are served."""
+    async with running(model, "--max-queue-requests", "2") as run:
+        silent = [run.generate(Trigger.SILENT.value, n) for n in range(2)]
+        await until(lambda: run.server._admission.num_waiting == 2)
+        error = await error_of(run.generate(1))
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        reason, _, pushback = details(error)
+        assert reason == "QUEUE_FULL"
+        assert int(pushback or 0) > 0
+        silent[0].cancel()
+        await run.wait_idle()
+        await until(lambda: run.server._admission.num_waiting <= 1)
+        assert [delta async for delta in run.generate(1)]
+
+
+async def test_our_own_bug_leaks_nothing(model: Path, log: CapturedLogs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unforeseen exception is INTERNAL with an incident id that one log line explains, without the exception's
+    text, which may hold a caller's, and without a traceback."""
+
+    def broken(*_: object, **__: object) -> None:
+        raise KeyError(CANARY)
+
+    async with running(model) as run:
+        monkeypatch.setattr("service.convert.to_submit", broken)
+        error = await error_of(run.generate(text=f"{CANARY} one"))
+        assert error.code() is grpc.StatusCode.INTERNAL
+        reason, metadata, _ = details(error)
+        assert reason == "INTERNAL"
+        assert run.server._admission.num_live == 0
+    (record,) = log.of("internal error")
+    assert record["incident_id"] == metadata["incident_id"]
+    assert record["exception_type"] == "builtins.KeyError"
+    assert CANARY not in log.text + str(error)
+    assert "Traceback" not in log.text
+
+
+async def test_text_and_chat_reach_the_engine_as_tokens(model: Path, log: CapturedLogs) -> None:
+    """Text and conversations are encoded as Tokenize tells, and Detokenize turns ids back."""
+    chat = inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role="user", content="hi")])
+    async with running(model) as run:
+        for fields in ({"text": "over there"}, {"chat": chat}):
+            ids = tuple((await run.tokenizer.Tokenize(tokenizer_pb2.TokenizeRequest(**fields))).ids)
+            message = inference_pb2.GenerateRequest(stopping=inference_pb2.StoppingOptions(max_tokens=3), **fields)
+            answer = await run.inference.Complete(message)
+            assert answer.completions[0].text == text_of(model, tokens_of(ids, 3))
+            assert answer.usage.prompt == len(ids)
+        ids = (await run.tokenizer.Tokenize(tokenizer_pb2.TokenizeRequest(text="over there"))).ids
+        back = await run.tokenizer.Detokenize(tokenizer_pb2.DetokenizeRequest(ids=ids))
+        assert back.text == "over there"
+
+
+async def test_info_tells_what_is_served(model: Path, log: CapturedLogs) -> None:
+    """GetModelInfo and GetServerInfo tell the engine's own facts; another model's name is NOT_FOUND."""
+    async with running(model, "--max-prompt-tokens", "100") as run:
+        info = await run.info.GetModelInfo(info_pb2.GetModelInfoRequest())
+        assert (info.model, info.model_type, info.vocab_size) == ("tiny", "fake", 1000)
+        assert (info.limits.max_model_len, info.limits.max_prompt_tokens) == (4096, 100)
+        assert info.capabilities.chat
+        (engine,) = (await run.info.GetServerInfo(info_pb2.GetServerInfoRequest())).engines
+        assert engine.state == info_pb2.ENGINE_STATE_READY
+        assert engine.pid > 0
+        error = await error_of(run.info.GetModelInfo(info_pb2.GetModelInfoRequest(model="other")))
+        assert error.code() is grpc.StatusCode.NOT_FOUND
