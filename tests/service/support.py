@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import sys
 import tempfile
@@ -73,4 +74,5 @@ def captured_logs(level: str = "debug") -> Iterator[CapturedLogs]:
             yield CapturedLogs(path, writer)
         finally:
             writer.close(HANG_S)
+            logging.captureWarnings(False)
             os.close(fd)

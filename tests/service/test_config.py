@@ -1,0 +1,175 @@
+"""Flags, the environment, and what is refused."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from scheduler.config import EngineConfig
+from scheduler.errors import ConfigurationError, StartupError
+from service import cli, config
+from service.config import FLAGS, NOT_YET, ServerConfig, parse
+
+# As the design lists them.
+DESIGN_FLAGS = """
+--model --served-model-name --revision --trust-remote-code --host --port --health-port --dtype --quantization
+--device --attention-backend --threads --replicas --max-model-len --max-prompt-tokens --max-output-tokens --max-
+num-seqs --max-num-batched-tokens --block-size --num-kv-blocks --kv-cache-memory --gpu-memory-utilization --max-
+queue-requests --max-queue-tokens --step-deadline --on-engine-death --max-engine-restarts --standby --drain-
+grace --metrics-port --log-format --log-level --termination-log --crash-dir --tls-cert --tls-key --tls-client-ca
+--enable-admin
+"""
+
+
+def namespace(*arguments: str) -> argparse.Namespace:
+    return cli.build_parser().parse_args(["serve", *arguments])
+
+
+def parsed(*arguments: str, model: str | None = "org/model", **environ: str) -> ServerConfig:
+    return parse(namespace(*(("--model", model) if model else ()), *arguments), environ)
+
+
+def test_every_flag_of_the_design_is_known() -> None:
+    """The flags are those of the design, each once."""
+    assert sorted(f"--{flag.name}" for flag in FLAGS + NOT_YET) == sorted(DESIGN_FLAGS.split())
+
+
+def test_defaults_are_valid_and_all_used() -> None:
+    """Without flags there is a valid configuration, and every field of the engine's share comes from it."""
+    plain = parsed(log_format="json")
+    assert plain.address == "127.0.0.1:50051"
+    assert plain.served_model_name == "model"
+    engine = plain.engine_config()
+    assert {field.name for field in fields(EngineConfig)} == {field.name for field in fields(engine)}
+    assert (engine.max_num_seqs, engine.max_num_batched_tokens) == (64, 512)
+
+
+def test_a_flag_beats_the_environment_which_beats_the_default() -> None:
+    """All three sources are checked alike."""
+    assert parsed(EMBERLINE_PORT="7").port == 7
+    assert parsed("--port", "8", EMBERLINE_PORT="7").port == 8
+    assert parsed(EMBERLINE_TRUST_REMOTE_CODE="yes").trust_remote_code
+    assert not parsed(EMBERLINE_TRUST_REMOTE_CODE="0").trust_remote_code
+    assert parsed("--trust-remote-code").trust_remote_code
+    with pytest.raises(ConfigurationError, match="EMBERLINE_PORT"):
+        parsed(EMBERLINE_PORT="x")
+
+
+WRONG = [
+    ("--port", "65536"), ("--port", "-1"), ("--port", "1.5"), ("--max-num-seqs", "0"), ("--threads", "0"),
+    ("--step-deadline", "nan"), ("--step-deadline", "0"), ("--drain-grace", "-1"), ("--drain-grace", "inf"),
+    ("--gpu-memory-utilization", "0"), ("--gpu-memory-utilization", "1.01"), ("--kv-cache-memory", "1X"),
+    ("--kv-cache-memory", "-2G"), ("--kv-cache-memory", "inf"), ("--dtype", "float8"), ("--log-level", "loud"),
+    ("--host", "127.0.0.1:80"), ("--host", ""), ("--model", "/no/such/directory"), ("--model", "a/b/c"),
+    ("--termination-log", "/no/such/directory/file"), ("--max-model-len", "1"), ("--served-model-name", ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("flag", "value"), WRONG)
+def test_a_value_out_of_range_is_refused_by_name(flag: str, value: str) -> None:
+    """The one line names the flag."""
+    with pytest.raises(ConfigurationError, match=flag):
+        parsed(f"{flag}={value}", model=None if flag == "--model" else "org/model")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--max-num-seqs", "64", "--max-num-batched-tokens", "63"),
+        ("--max-model-len", "100", "--max-prompt-tokens", "100"),
+        ("--num-kv-blocks", "10", "--kv-cache-memory", "1G"),
+    ],
+)
+def test_flags_that_contradict_each_other_are_refused(arguments: tuple[str, ...]) -> None:
+    """The line names both."""
+    with pytest.raises(ConfigurationError) as caught:
+        parsed(*arguments)
+    assert arguments[0] in str(caught.value)
+    assert arguments[2] in str(caught.value)
+
+
+NEUTRAL = {
+    "replicas": "1",
+    "standby": "0",
+    "on-engine-death": "fail",
+    "max-engine-restarts": "0",
+    "quantization": "none",
+}
+
+
+@pytest.mark.parametrize("flag", NOT_YET, ids=lambda flag: flag.name)
+def test_a_flag_of_a_later_version_is_refused_unless_it_changes_nothing(flag: config.Flag) -> None:
+    """Silence would be a lie; the neutral value is no lie."""
+    value = () if flag.is_switch else ("2",)
+    with pytest.raises(ConfigurationError, match=f"--{flag.name}.*not available in this version"):
+        parsed(f"--{flag.name}", *value)
+    with pytest.raises(ConfigurationError, match=flag.variable):
+        parsed(**{flag.variable: "1" if flag.is_switch else "2"})
+    if flag.name in NEUTRAL:
+        parsed(f"--{flag.name}", NEUTRAL[flag.name])
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [("1048576", 2**20), ("512M", 2**29), ("2GiB", 2**31), ("1.5g", 3 * 2**29), ("3 GB", 3 * 2**30)],
+)
+def test_sizes_have_units(text: str, size_bytes: int) -> None:
+    """Bytes, or powers of 1024."""
+    assert parsed("--kv-cache-memory", text).kv_cache_memory_bytes == size_bytes
+
+
+def test_what_kubernetes_injects_is_explained() -> None:
+    """A Service called emberline sets EMBERLINE_PORT to an URL in every pod; the line says what to do."""
+    with pytest.raises(ConfigurationError, match="enableServiceLinks"):
+        parsed(EMBERLINE_PORT="tcp://10.0.0.1:50051")
+
+
+def test_a_missing_default_model_says_how_to_get_it(tmp_path: Path) -> None:
+    """No model in the cache is a failure to start (3), not a wrong flag (2)."""
+    with pytest.raises(StartupError, match="scripts/install"):
+        parsed(model=None, EMBERLINE_CACHE=str(tmp_path))
+    directory = tmp_path / "models" / config.DEFAULT_MODEL_NAME
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text("{}")
+    assert parsed(model=None, EMBERLINE_CACHE=str(tmp_path)).served_model_name == config.DEFAULT_MODEL_NAME
+
+
+def test_the_message_limit_holds_the_largest_prompt(tmp_path: Path) -> None:
+    """It grows with the context, which comes from the flags or the model's own files."""
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 1_000_000}))
+    assert parsed(model=str(tmp_path)).max_request_bytes() > 50_000_000
+    assert parsed("--max-prompt-tokens", "100").max_request_bytes() < 5_000_000
+    assert parsed(model="org/model").context_tokens() == config.CONTEXT_TOKENS_UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [(["serve", "--no-such-flag"], 2), (["serve", "--port", "x"], 2), (["serve", "--replicas", "2"], 2), ([], 2)],
+)
+def test_a_wrong_command_line_is_one_line(
+    arguments: list[str], code: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The exit code is 2, and stderr has one line."""
+    monkeypatch.setenv("EMBERLINE_MODEL", "org/model")
+    with pytest.raises(SystemExit) as caught:
+        sys.exit(cli.main(arguments))
+    assert caught.value.code == code
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1
+    assert captured.err.startswith("emberline")
+
+
+def test_help_tells_every_flag_with_its_variable(capsys: pytest.CaptureFixture[str]) -> None:
+    """--help names each flag, its environment variable, and what this version lacks."""
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for flag in FLAGS + NOT_YET:
+        assert f"--{flag.name}" in text
+        assert flag.variable in text
+    assert text.count("not available in this version") == len(NOT_YET)
