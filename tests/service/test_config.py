@@ -18,10 +18,10 @@ from service.config import FLAGS, NOT_YET, ServerConfig, parse
 # As the design lists them.
 DESIGN_FLAGS = """
 --model --served-model-name --revision --trust-remote-code --host --port --health-port --dtype --quantization
---device --attention-backend --threads --replicas --max-model-len --max-prompt-tokens --max-output-tokens --max-
-num-seqs --max-num-batched-tokens --block-size --num-kv-blocks --kv-cache-memory --gpu-memory-utilization --max-
-queue-requests --max-queue-tokens --step-deadline --on-engine-death --max-engine-restarts --standby --drain-
-grace --metrics-port --log-format --log-level --termination-log --crash-dir --tls-cert --tls-key --tls-client-ca
+--device --attention-backend --threads --replicas --max-model-len --max-prompt-tokens --max-output-tokens
+--max-num-seqs --max-num-batched-tokens --block-size --num-kv-blocks --kv-cache-memory --gpu-memory-utilization
+--max-queue-requests --max-queue-tokens --step-deadline --on-engine-death --max-engine-restarts --standby
+--drain-grace --metrics-port --log-format --log-level --termination-log --crash-dir --tls-cert --tls-key --tls-client-ca
 --enable-admin
 """
 
