@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -27,6 +26,12 @@ def path_without_compilers(directory: Path) -> str:
     (directory / "python3").symlink_to(Path(sys.base_prefix) / "bin" / "python3")
     assert not any(shutil.which(compiler, path=str(directory)) for compiler in COMPILERS)
     return str(directory)
+
+
+def waited_for_a_core_s(pid: int) -> float:
+    """How long the process's main thread was ready to run and did not: what other work on this machine took from it."""
+    _on_core_ns, waited_ns, _slices = Path(f"/proc/{pid}/schedstat").read_text().split()
+    return int(waited_ns) / 1e9
 
 
 @pytest.mark.slow
@@ -58,5 +63,8 @@ def test_two_starts_of_a_fresh_clone(tmp_path: Path) -> None:
     began_s = time.monotonic()
     with start() as server:
         elapsed_s = time.monotonic() - began_s
-    print(f"second start: serving after {elapsed_s:.1f} s (load average {os.getloadavg()[0]:.1f})")
-    assert elapsed_s < 10
+        waited_s = waited_for_a_core_s(server.pid) + waited_for_a_core_s(server.engine_pid())
+    print(f"second start: serving after {elapsed_s:.1f} s, {waited_s:.1f} s of them waiting for a core")
+    # The promise is about a machine that has its two cores for this; on a crowded one only the figure above is of use.
+    is_crowded = waited_s > elapsed_s / 4
+    assert elapsed_s < (120 if is_crowded else 10)
