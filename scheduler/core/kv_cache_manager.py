@@ -99,4 +99,3 @@ class KVCacheManager:
         self.pool.release(reversed(sequence.block_table))
         sequence.block_table = []
         sequence.num_computed_tokens = 0
-        sequence.num_registered_blocks = 0

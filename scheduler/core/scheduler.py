@@ -20,8 +20,8 @@ have been refused (`RequestNeverFitsError`, or CONTEXT_LIMIT at the pool's size)
 budget is at least the number of seats and it sits on one. When it ends, the next is first.
 
 **Why there is little thrash.** Nobody is let in beside others unless the pool could then feed the growth of all for
-`_HEADROOM_STEPS` more steps (at most an eighth of the pool is kept for that), and a sequence preempted in a step does
-not come back in the same one.
+`_HEADROOM_STEPS` more steps (at most an eighth of the pool is kept for that). A victim needs again all that it gave up,
+part of which went to another, so it cannot come back before somebody ends; until then the line is not even looked at.
 
 **Between schedule() and update_from_output()** requests may be added and aborted. An abort frees blocks at once though
 the step in flight may still write to them. That is safe because (1) they can be handed out by the next plan at the
@@ -96,7 +96,7 @@ class Scheduler:
         self._growth: dict[int, list[Sequence]] = {}
         """step_id → sequences that need a block then. Entries of those that left are void."""
         self._admission_open = True
-        """False once the front of the line found no room; true again when somebody leaves or joins."""
+        """False once the front of the line found no room; true again when somebody ends or arrives."""
         self._finished_seq_ids: list[int] = []
         """Sequences the runner knows and has not been told to forget."""
 
@@ -230,7 +230,7 @@ class Scheduler:
         """Give the tokens that the decodes leave to the other sequences, running or waiting, in order of precedence."""
         behind = deque(sequence for sequence in self._running if not sequence.is_caught_up)
         while True:
-            front = self._front_of_line(draft)
+            front = self._waiting.peek() if self._admission_open else None
             num_decodes = len(self._running) - self._num_behind
             num_tokens_left = self._config.max_num_batched_tokens - num_decodes - draft.num_chunk_tokens
             if num_tokens_left == 0 and draft.chunks:
@@ -248,13 +248,6 @@ class Scheduler:
                 draft.add_chunk(front, num_tokens_left)
             # Otherwise the decodes had taken the whole budget, one of them has just been preempted, and the next
             # round finds its token.
-
-    def _front_of_line(self, draft: PlanDraft) -> Sequence | None:
-        """The waiting sequence that may be let in next, if any."""
-        front = self._waiting.peek() if self._admission_open else None
-        if front is not None and front.status is SequenceStatus.PREEMPTED and draft.preempted_seq_ids:
-            return None
-        return front
 
     def _make_room(self, sequence: Sequence, draft: PlanDraft) -> list[int] | None:
         """See to a seat and blocks for a waiting sequence, if need be by preempting those of lower priority.
@@ -431,7 +424,6 @@ class Scheduler:
             self._num_behind -= 1
         sequence.is_caught_up = False
         sequence.growth_step_id = 0
-        self._admission_open = True
 
     def _foresee_growth(self, sequence: Sequence, next_step_id: int) -> None:
         """Note when `sequence`, which from `next_step_id` on computes one token a step, needs its next block."""

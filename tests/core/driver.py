@@ -167,6 +167,9 @@ class Driver:
         assert running == sorted(running, key=lambda sequence: sequence.order)
         assert set(running) == {sequence for sequence in live if sequence.status is SequenceStatus.RUNNING}
         assert scheduler._num_behind == sum(not sequence.is_caught_up for sequence in running)
+        for sequence in running:
+            assert (sequence.growth_step_id > 0) == sequence.is_caught_up
+            assert len(sequence.block_table) <= -(-len(sequence.token_ids) // self.config.block_size), "idle blocks"
         for sequence in waiting:
             assert sequence.status in {SequenceStatus.WAITING, SequenceStatus.PREEMPTED}
             assert not sequence.block_table

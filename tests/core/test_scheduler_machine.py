@@ -108,8 +108,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for answer in self.driver.answers.values():
             if not answer.is_over:
                 num_tokens = len(answer.submit.prompt_token_ids) + answer.submit.stopping.max_tokens
-                # First in precedence it gets a token in each step, save those in which it waits for a preemption.
-                num_steps_max += num_tokens + self.driver.config.max_num_seqs + 1
+                num_steps_max += num_tokens  # as the first in precedence it gets one in every step
         self.driver.run(num_steps_max + 1)
         self.driver.check_answers()
         assert self.driver.scheduler.stats().num_used_kv_blocks == 0

@@ -87,11 +87,23 @@ def test_budget_goes_to_the_higher_priority_first() -> None:
     assert scheduled(driver) == {2: 8, 1: 2}
 
 
+def test_budget_goes_to_the_earlier_arrival_first() -> None:
+    """The rest of a long prompt comes before that of a later arrival, which gets what is left."""
+    driver = Driver(make_config(max_num_batched_tokens=10))
+    driver.submit(make_submit(1, range(25)))
+    driver.submit(make_submit(2, range(100, 120)))
+    chunks = []
+    for _ in range(3):
+        driver.step()
+        chunks.append(scheduled(driver))
+    assert chunks == [{1: 10}, {1: 10}, {1: 5, 2: 5}]
+
+
 def test_headroom_is_kept_beside_others() -> None:
     """A request that would leave no room for growth waits while others run, and is let in when nobody does."""
     driver = Driver(make_config(num_kv_blocks=16, max_model_len=64))
     driver.submit(make_submit(1, range(8), max_tokens=4))
-    driver.submit(make_submit(2, range(100, 155), max_tokens=2))
+    driver.submit(make_submit(2, range(100, 160), max_tokens=2))
     driver.step()
     assert set(scheduled(driver)) == {1}
     driver.run()
