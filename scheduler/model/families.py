@@ -10,6 +10,7 @@ Whatever deviates from that, or depends on what else is in the batch, cannot be 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -39,8 +40,10 @@ def effective_max_model_len(config: PreTrainedConfig, requested: int | None) -> 
     return requested
 
 
-def refuse_unsupported(config: PreTrainedConfig, max_model_len: int) -> None:
+def refuse_unsupported(config: PreTrainedConfig, requested_max_model_len: int | None) -> None:
     """Raises ModelUnsupportedError, naming the family and the reason, if a rule forbids the model."""
+    own = getattr(text_config(config), "max_position_embeddings", None)
+    max_model_len = requested_max_model_len or own or sys.maxsize
     for rule in _RULES:
         reason = rule(text_config(config), max_model_len)
         if reason is not None:
@@ -72,15 +75,19 @@ def _encoder_decoder(config: PreTrainedConfig, _: int) -> str | None:
 
 
 def _recurrent(config: PreTrainedConfig, _: int) -> str | None:
-    other = [kind for kind in dict.fromkeys(_layer_types(config)) if kind not in _PLAIN_LAYER_TYPES]
-    if other:
-        return f"its layers include {', '.join(other)}, which is not causal attention over the whole context"
     try:
         model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     except KeyError:
         return None  # code of the model's own, or no language model at all; loading tells
     if getattr(model_class, "_is_stateful", False):
         return "it has recurrent layers, whose state cannot be cut into blocks"
+    return None
+
+
+def _other_layers(config: PreTrainedConfig, _: int) -> str | None:
+    other = [kind for kind in dict.fromkeys(_layer_types(config)) if kind not in _PLAIN_LAYER_TYPES]
+    if other:
+        return f"its layers include {', '.join(other)}, which is not causal attention over the whole context"
     return None
 
 
@@ -131,6 +138,7 @@ def _rope_types(rope_parameters: Any) -> Iterator[str]:
 _RULES: tuple[Callable[[PreTrainedConfig, int], str | None], ...] = (
     _encoder_decoder,
     _recurrent,
+    _other_layers,
     _latent_attention,
     _attention_soft_cap,
     _sliding_window,

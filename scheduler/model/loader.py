@@ -59,8 +59,8 @@ def load_model(engine_config: EngineConfig) -> LoadedModel:
     transformers_logging.set_verbosity_error()
     device = resolve_device(engine_config.device)
     config = _load_config(engine_config)
+    refuse_unsupported(config, engine_config.max_model_len)
     max_model_len = effective_max_model_len(config, engine_config.max_model_len)
-    refuse_unsupported(config, max_model_len)
     model = _load_weights(engine_config, config, device)
     return LoadedModel(
         model=model,
@@ -117,13 +117,14 @@ def _load_config(engine_config: EngineConfig) -> PreTrainedConfig:
 
 def _load_weights(engine_config: EngineConfig, config: PreTrainedConfig, device: torch.device) -> Any:
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model, loading = AutoModelForCausalLM.from_pretrained(
             engine_config.model,
             config=config,
             revision=engine_config.revision,
             trust_remote_code=engine_config.trust_remote_code,
             dtype=resolve_dtype(engine_config.dtype, device),
             attn_implementation=PROBING,
+            output_loading_info=True,
         )
     except ConfigurationError:
         raise
@@ -131,6 +132,11 @@ def _load_weights(engine_config: EngineConfig, config: PreTrainedConfig, device:
         if PROBING in str(error):
             raise unsupported(config, "its attention does not go through transformers' attention interface") from None
         raise StartupError(f"model {engine_config.model} cannot be loaded: {_first_line(error)}") from None
+    missing = sorted(loading["missing_keys"])
+    if missing:  # transformers would have made them up
+        raise StartupError(
+            f"model {engine_config.model} lacks {len(missing)} of its weights; the first one missing is {missing[0]}"
+        )
     return model.eval().requires_grad_(False).to(device)
 
 

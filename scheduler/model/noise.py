@@ -30,8 +30,9 @@ def mix64(values: UInt64Array) -> UInt64Array:
 
 def sequence_key(seed: int, index: int) -> int:
     """The 64-bit key of one sequence: `seed` any integer (its low 64 bits count), `index` its place in the request."""
+    # Arrays of one, for numpy lets only arrays wrap around in silence.
     seed_key = mix64(np.array([seed & 0xFFFF_FFFF_FFFF_FFFF], dtype=np.uint64) + _INCREMENT)
-    return int(mix64(seed_key + np.uint64(index + 1) * _INCREMENT)[0])
+    return int(position_keys(seed_key, np.array([index], dtype=np.int64))[0])
 
 
 def position_keys(sequence_keys: UInt64Array, positions: npt.NDArray[np.int64]) -> UInt64Array:

@@ -1,0 +1,102 @@
+"""What can go wrong with a model's files or flags ends the start with one clear line of the right kind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from scheduler.config import EngineConfig
+from scheduler.errors import ConfigurationError, EmberlineError, StartupError
+from scheduler.model.loader import load_model, resolve_device, resolve_dtype
+from tests.model.tiny import SUPPORTED, VOCAB_SIZE
+
+ModelDir = Callable[[str], str]
+
+
+def refusal(directory: Path | str, **flags: object) -> EmberlineError:
+    with pytest.raises(EmberlineError) as caught:
+        load_model(EngineConfig(model=str(directory), **flags))  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
+    return caught.value
+
+
+def test_a_loaded_model_is_described(model_dir: ModelDir) -> None:
+    """Type, sizes and limits are those of the files."""
+    loaded = load_model(EngineConfig(model=model_dir("llama"), max_model_len=99))
+    assert (loaded.model_type, loaded.vocab_size, loaded.max_model_len) == ("llama", VOCAB_SIZE, 99)
+    assert loaded.num_parameters == sum(p.numel() for p in loaded.model.parameters()) > 60_000
+    shape = loaded.attention
+    assert (len(shape.modules), shape.num_heads, shape.num_kv_heads, shape.head_dim) == (2, 4, 2, 16)
+
+
+def test_missing_files_are_a_failure_to_start(tmp_path: Path) -> None:
+    """No directory, or one without a configuration or weights: StartupError, exit code 3."""
+    assert "does not exist" in str(refusal(tmp_path / "nowhere"))
+    assert "no config.json" in str(refusal(tmp_path))
+    SUPPORTED["llama"].save_pretrained(tmp_path)
+    missing_weights = refusal(tmp_path)
+    assert isinstance(missing_weights, StartupError)
+    assert not isinstance(missing_weights, ConfigurationError)
+
+
+def test_broken_files_are_a_failure_to_start(tmp_path: Path, model_dir: ModelDir) -> None:
+    """Weights cut short, or a configuration that is not JSON: StartupError."""
+    broken = tmp_path / "broken"
+    shutil.copytree(model_dir("llama"), broken)
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    assert isinstance(refusal(broken), StartupError)
+    (broken / "config.json").write_text("{")
+    assert isinstance(refusal(broken), StartupError)
+
+
+def test_weights_that_do_not_fit_the_configuration_are_refused(tmp_path: Path, model_dir: ModelDir) -> None:
+    """A tensor that is missing from the files is never filled with random numbers."""
+    broken = tmp_path / "broken"
+    shutil.copytree(model_dir("llama"), broken)
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    error = refusal(broken)
+    assert isinstance(error, StartupError)
+    assert "lacks 9 of its weights" in str(error)
+
+
+def test_code_of_the_models_own_needs_a_flag(tmp_path: Path) -> None:
+    """Without --trust-remote-code it does not run, and the message says which flag lets it."""
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}})
+    )
+    marker = tmp_path / "ran"
+    (tmp_path / "own.py").write_text(f"open({str(marker)!r}, 'w').close()\n")
+    error = refusal(tmp_path)
+    assert isinstance(error, ConfigurationError)
+    assert "--trust-remote-code" in str(error)
+    assert not marker.exists()
+
+
+def test_an_unknown_architecture_is_a_configuration_error(tmp_path: Path) -> None:
+    """A model type that transformers does not know cannot be served with any flags."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "from_the_future"}))
+    error = refusal(tmp_path)
+    assert isinstance(error, ConfigurationError)
+    assert "from_the_future" in str(error)
+
+
+def test_device_and_dtype_names_are_checked(model_dir: ModelDir) -> None:
+    """Unknown names are configuration errors; `auto` is float32 on a CPU, the checkpoint's own on a GPU."""
+    for flags in ({"device": "tpu"}, {"dtype": "int3"}):
+        assert isinstance(refusal(model_dir("llama"), **flags), ConfigurationError)
+    cpu = torch.device("cpu")
+    assert resolve_dtype("auto", cpu) == torch.float32
+    assert resolve_dtype("auto", torch.device("cuda")) == "auto"
+    assert resolve_dtype("bfloat16", cpu) == torch.bfloat16
+    assert resolve_device("cpu") == cpu
+    if not torch.cuda.is_available():
+        assert resolve_device("auto") == cpu
+        with pytest.raises(ConfigurationError, match="no GPU"):
+            resolve_device("cuda")

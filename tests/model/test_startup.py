@@ -1,0 +1,123 @@
+"""Before READY everything is checked, measured and warm; what the runner tells of itself is what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from scheduler.config import EngineConfig
+from scheduler.errors import ConfigurationError, ModelUnsupportedError, StartupError
+from scheduler.model import startup
+from scheduler.model.attention.reference import ReferenceBackend
+from scheduler.model.kv_cache import num_bytes_per_block
+from tests.model.tiny import Driver, load, random_ids
+
+ModelDir = Callable[[str], str]
+
+
+def test_the_runner_tells_what_it_holds(model_dir: ModelDir) -> None:
+    """`info` gives the effective limits; nothing of the start is left behind in the batch."""
+    runner = load(model_dir("llama"), attention_backend="cpu", max_model_len=200)
+    info = runner.info
+    assert (info.model_type, info.dtype, info.device, info.attention_backend) == ("llama", "float32", "cpu", "cpu")
+    assert (info.block_size, info.num_kv_blocks, info.max_model_len) == (16, 64, 200)
+    assert (info.max_num_seqs, info.max_num_batched_tokens) == (8, 64)
+    assert runner._batch.num_known_seqs == 0
+
+
+def test_every_stage_is_announced_as_it_begins(model_dir: ModelDir) -> None:
+    """Loading shows progress, in the order of the stages."""
+    stages: list[str] = []
+    config = EngineConfig(model=model_dir("llama"), num_threads=1, num_kv_blocks=4, attention_backend="reference")
+    startup.load_model_runner(config, stages.append)
+    assert stages == ["weights", "compilation", "self-check", "memory profile", "kv pool", "warm-up"]
+
+
+def test_the_context_is_never_more_than_the_pool_holds(model_dir: ModelDir) -> None:
+    """Two blocks of 16 tokens make a context of 32 tokens, and it can be filled."""
+    runner = load(model_dir("llama"), num_kv_blocks=2)
+    assert runner.info.max_model_len == 32
+    driver = Driver(runner)
+    driver.add(1, random_ids(30))
+    driver.decode([1], 3)
+    assert len(driver.output(1)) == 3
+
+
+@pytest.mark.parametrize("flags", [{"num_kv_blocks": 1, "max_num_seqs": 8}, {"max_model_len": 1}, {"block_size": 1}])
+def test_the_smallest_limits_start(model_dir: ModelDir, flags: dict[str, int]) -> None:
+    """One block for eight seats, a context of one token, blocks of one token: all start and serve."""
+    driver = Driver(load(model_dir("llama"), **flags))
+    driver.add(1, [5])
+    driver.decode([1], 1)
+    assert len(driver.output(1)) == 1
+
+
+def test_the_pool_follows_its_flags(model_dir: ModelDir) -> None:
+    """--kv-cache-memory is spent to the block; the measured default holds every seat's longest context, if it can."""
+    directory = model_dir("llama")
+    runner = load(directory, num_kv_blocks=None, kv_cache_memory_bytes=1_000_000)
+    num_bytes = num_bytes_per_block(runner._attention.backend, 2)
+    assert runner.info.num_kv_blocks == 1_000_000 // num_bytes
+    runner = load(directory, num_kv_blocks=None)
+    assert runner.info.num_kv_blocks == 8 * 256 // 16
+
+
+def test_limits_that_cannot_be_served_are_refused(model_dir: ModelDir) -> None:
+    """Contradictory or empty limits are configuration errors."""
+    for flags in (
+        {"max_num_seqs": 0},
+        {"max_num_seqs": 65},
+        {"num_kv_blocks": 0},
+        {"num_kv_blocks": None, "kv_cache_memory_bytes": 100},
+        {"attention_backend": "none of these"},
+        {"max_model_len": 257},
+    ):
+        with pytest.raises(ConfigurationError):
+            load(model_dir("llama"), **flags)
+
+
+def test_too_little_memory_is_a_failure_to_start(model_dir: ModelDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the machine leaves no room for a block, or the pool cannot be had, one line says so."""
+    monkeypatch.setattr(startup, "pool_budget_bytes", lambda *_: 10)
+    with pytest.raises(StartupError, match="not enough memory for a KV pool"):
+        load(model_dir("llama"), num_kv_blocks=None)
+    with pytest.raises(StartupError, match="does not fit into memory"):
+        load(model_dir("llama"), num_kv_blocks=2**40)
+
+
+class _ForgetfulBackend(ReferenceBackend):
+    """Never sees the first token of a context."""
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: object) -> torch.Tensor:
+        return super().forward(query, key * (torch.arange(len(key)) > 0)[:, None, None], value, *rest)  # type: ignore[arg-type]
+
+
+class _NosyBackend(ReferenceBackend):
+    """Lets the second sequence of a step read a little of the first one's output."""
+
+    def forward(self, *arguments: object) -> torch.Tensor:
+        output = super().forward(*arguments)  # type: ignore[arg-type]
+        output[-1] += 0.01 * output[0]
+        return output
+
+
+@pytest.mark.parametrize("backend", [_ForgetfulBackend, _NosyBackend])
+def test_the_self_check_refuses_wrong_attention(
+    model_dir: ModelDir, monkeypatch: pytest.MonkeyPatch, backend: type[ReferenceBackend]
+) -> None:
+    """If our logits are not the model's own, the engine does not start; the message tells both differences."""
+    monkeypatch.setattr(startup, "choose_backend", lambda *_, **__: backend)
+    with pytest.raises(ModelUnsupportedError, match="its logits under paged attention differ"):
+        load(model_dir("llama"))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_passes_the_self_check(model_dir: ModelDir, dtype: str) -> None:
+    """Rounding in 16 bits is not mistaken for an error."""
+    driver = Driver(load(model_dir("llama"), dtype=dtype))
+    assert driver.runner.info.dtype == dtype
+    driver.add(1, random_ids(20))
+    driver.decode([1], 3)
+    assert len(driver.output(1)) == 3
