@@ -116,8 +116,9 @@ def _load_config(engine_config: EngineConfig) -> PreTrainedConfig:
 
 
 def _load_weights(engine_config: EngineConfig, config: PreTrainedConfig, device: torch.device) -> Any:
+    auto_model: Any = AutoModelForCausalLM  # its annotations know nothing of output_loading_info
     try:
-        model, loading = AutoModelForCausalLM.from_pretrained(
+        model, loading = auto_model.from_pretrained(
             engine_config.model,
             config=config,
             revision=engine_config.revision,
