@@ -11,13 +11,16 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Coroutine, Mapping, Sequence
-from typing import NoReturn
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NoReturn
 
 from scheduler import logs
 from scheduler.errors import ConfigurationError, StartupError
 from service import config as server_config
 from service.exit import ExitCode, write_termination_log
+
+if TYPE_CHECKING:
+    from service.server import Server
 
 LOG_FLUSH_TIMEOUT_S = 0.5
 
@@ -63,22 +66,34 @@ def _serve(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     writer = logs.configure(config.log_format, config.log_level, process="service")
     try:
-        from service.server import Server  # noqa: PLC0415 - grpc takes long to import
+        from service import server  # noqa: PLC0415 - grpc takes long to import
 
-        code = asyncio.run(_run(Server(config).run()))
+        asyncio.run(_live(server.Server(config), writer))
     except Exception as error:  # noqa: BLE001 - the last boundary of the process
-        logs.get_logger().critical("internal error", **logs.describe(error))
+        _report_bug(error)
+    return _leave(ExitCode.BUG, writer)  # only an exception comes here
+
+
+async def _live(server: Server, writer: logs.StderrWriter) -> NoReturn:
+    """The server's whole life. The process ends inside the loop: closing the loop would cancel the last calls."""
+    try:
+        code = await server.run()
+    except Exception as error:  # noqa: BLE001 - the last boundary of the process
+        _report_bug(error)
         code = ExitCode.BUG
+    _leave(code, writer)
+
+
+def _report_bug(error: Exception) -> None:
+    logs.get_logger().critical("internal error", **logs.describe(error))
+
+
+def _leave(code: ExitCode, writer: logs.StderrWriter) -> NoReturn:
+    # A signal in the last moment must not replace the exit code.
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))
     writer.close(LOG_FLUSH_TIMEOUT_S)
     # Leaving through the interpreter would wait for worker threads, which nothing bounds.
     os._exit(code)
-
-
-async def _run(life: Coroutine[None, None, ExitCode]) -> ExitCode:
-    code = await life
-    # The loop's handlers end with it; a signal in the last moment must not replace the exit code.
-    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))
-    return code
 
 
 def _refuse(code: ExitCode, error: Exception) -> int:

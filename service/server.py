@@ -2,8 +2,9 @@
 
 What lives here: the order in which things begin and end, and gRPC's own set-up. What must not: the rpc bodies, the
 engine's life. The port is bound before anything loads, so a conflict fails at once; calls meanwhile are told
-ENGINE_STARTING. `stopping` is known everywhere before anything is torn down, and the listener closes last, so that
-probes on new connections are told NOT_SERVING, not refused.
+ENGINE_STARTING. `stopping` is known everywhere before anything is torn down, and the listener closes with the process,
+so that probes on new connections are told NOT_SERVING, not refused, and no call is told CANCELLED: gRPC's own stop does
+that to those that come in its moment, and no client retries it. A call cut off by the process's end is UNAVAILABLE.
 
     bind ─► listen ─► start engine + load tokenizer ─► serve ─┬─► drain (SIGTERM, SIGINT) ─► exit 0
                                                               └─► give up (engine dead) ─► exit 4 (3, 2 while starting)
@@ -16,7 +17,7 @@ import contextlib
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -47,7 +48,8 @@ TOKENIZER_THREADS = 2
 TRAILERS_TIMEOUT_S = 1.5
 """From a death on: how long the streams' ends may take to be sent before the process leaves."""
 AFTER_GRACE_TIMEOUT_S = 1.0
-STOP_GRACE_S = 0.25
+LAST_CALLS_TIMEOUT_S = 0.25
+"""For the ends of the last calls to be sent; a client that does not read them must not hold the process."""
 REFLECTION_V1 = "grpc.reflection.v1"
 REFLECTION_V1ALPHA = "grpc.reflection.v1alpha"
 
@@ -73,7 +75,10 @@ class Server:
         """Where it listens, once bound."""
 
     async def run(self) -> ExitCode:
-        """Serve until told to stop or unable to go on. From the main thread."""
+        """Serve until told to stop or unable to go on. From the main thread.
+
+        On return all calls have their answers and nothing but the listener is left, which goes with the process.
+        """
         asyncio.get_running_loop().set_exception_handler(_report_loop_error)
         self._build()
         try:
@@ -88,6 +93,10 @@ class Server:
         finally:
             self._supervisor.kill()
             self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def close(self) -> None:
+        """Close the listener, too: for a process that outlives its server."""
+        await self._grpc.stop(None)
 
     def request_stop(self) -> None:
         """What a stop signal does: the first drains, the second does not wait."""
@@ -116,7 +125,8 @@ class Server:
         self._pool = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenizer")
         self._backend = Backend(config, self._admission, self._journal, self._supervisor, self._pool)
         self._health = HealthServicer()
-        self._grpc = grpc.aio.server(options=_grpc_options(config))
+        self._calls = _LiveCalls()
+        self._grpc = grpc.aio.server(interceptors=[self._calls], options=_grpc_options(config))
         handlers = [
             safe_handlers(file.services_by_name[name], servicer, _report_bug)
             for file, name, servicer in (
@@ -235,7 +245,7 @@ class Server:
         if self._stop_now.is_set():
             self._supervisor.kill()
         await self._supervisor.stop()
-        await self._grpc.stop(STOP_GRACE_S)
+        await self._calls.wait(LAST_CALLS_TIMEOUT_S)
         logs.get_logger().info("stopped", exit_code=int(code))
         return code
 
@@ -255,6 +265,31 @@ class Server:
         await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         for wait in waits:
             wait.cancel()
+
+
+class _LiveCalls(grpc.aio.ServerInterceptor):
+    """The tasks in which gRPC answers calls; each is over once its status is sent."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """Called in the call's own task."""
+        task = asyncio.current_task()
+        # A client's stream of questions about the protocol stays open as long as the client likes.
+        if task is not None and not handler_call_details.method.startswith("/grpc.reflection."):
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        return await continuation(handler_call_details)
+
+    async def wait(self, timeout_s: float) -> None:
+        """Until the calls of this moment are over; those that come later are not waited for."""
+        if self._tasks:
+            await asyncio.wait(set(self._tasks), timeout=timeout_s)
 
 
 def _limits(config: ServerConfig, tokenizer: Tokenizer, ready: Ready | None) -> Limits:

@@ -14,6 +14,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ import pytest
 
 from tests.e2e.crowd import MAX_NUM_SEQS, SMALL, Crowd, endless
 from tests.e2e.faults import FaultFile, line_of_injected_error
-from tests.e2e.harness import Generation, ReflectionClient, Server
+from tests.e2e.harness import Generation, Health, ReflectionClient, Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -124,20 +125,20 @@ async def _die(kind: Kind, num_streams: int, folder: Path) -> Aftermath:
     try:
         with (
             ReflectionClient(server.address) as client,
-            ReflectionClient(server.address) as prober,
+            closing(client.new_channel()) as other_channel,
             client.health.watch("readiness") as readiness,
             client.health.watch("liveness") as liveness,
         ):
             async with Crowd(client, num_streams, lambda number: endless(prompt(number))) as crowd:
                 await crowd.until_begun(min(num_streams, MAX_NUM_SEQS))
-                prober.load()
+                assert Health(other_channel).check() == "SERVING"  # connected
                 for watch in (readiness, liveness):
                     await asyncio.to_thread(watch.wait_for, "SERVING")
                 num_chars_before = len(server.raw_stderr)
                 begun_s = time.monotonic()
                 kind.act(server, fault)
                 await asyncio.wait_for(crowd.first_end.wait(), LIMIT_S)
-                probes = asyncio.create_task(asyncio.to_thread(_probe_until_gone, prober))
+                probes = asyncio.create_task(asyncio.to_thread(_probe_until_gone, client, other_channel))
                 streams = await crowd.until_ended(LIMIT_S)
             exit_status = await asyncio.to_thread(server.wait, LIMIT_S)
             exit_s = time.monotonic() - begun_s
@@ -164,13 +165,13 @@ async def _die(kind: Kind, num_streams: int, folder: Path) -> Aftermath:
         await asyncio.to_thread(server.kill)
 
 
-def _probe_until_gone(client: ReflectionClient) -> list[Generation]:
+def _probe_until_gone(client: ReflectionClient, channel: grpc.Channel) -> list[Generation]:
     """New calls, each as soon as the one before has its answer."""
     deadline = time.monotonic() + LIMIT_S
     probes = []
     while not probes or probes[-1].status.reason is not None:
         assert time.monotonic() < deadline, "the server answers calls and does not end"
-        probes.append(client.generate(**endless(CANARY, max_tokens=1), timeout_s=LIMIT_S))
+        probes.append(client.generate(channel=channel, timeout_s=LIMIT_S, **endless(CANARY, max_tokens=1)))
     return probes
 
 
@@ -323,15 +324,16 @@ def test_an_engine_that_fails_and_lingers(start_server: Callable[..., Server], t
     server = start_server(env=fault.env, termination_log=termination_log, **SMALL)
 
     async def die() -> tuple[list[Generation], str, list[Generation]]:
-        with ReflectionClient(server.address) as client, ReflectionClient(server.address) as prober:
-            prober.load()
+        with ReflectionClient(server.address) as client, closing(client.new_channel()) as other_channel:
+            health = Health(other_channel)
+            assert health.check() == "SERVING"
             async with Crowd(client, 3, lambda number: endless(prompt(number))) as crowd:
                 await crowd.until_begun(3)
                 fault.commit("linger")
                 await asyncio.wait_for(crowd.first_end.wait(), LIMIT_S)
                 server.signal(signal.SIGTERM)
-                state = prober.health.check("readiness")
-                probes = await asyncio.to_thread(_probe_until_gone, prober)
+                state = health.check("readiness")
+                probes = await asyncio.to_thread(_probe_until_gone, client, other_channel)
                 return await crowd.until_ended(), state, probes
 
     streams, state, probes = asyncio.run(die())

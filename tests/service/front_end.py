@@ -69,6 +69,12 @@ def request(*prompt: int, max_tokens: int = 5, **fields: Any) -> inference_pb2.G
     return inference_pb2.GenerateRequest(stopping=stopping, **fields)
 
 
+async def _run(server: Server) -> ExitCode:
+    code = await server.run()
+    await server.close()
+    return code
+
+
 @contextlib.asynccontextmanager
 async def running(
     model: Path, *arguments: str, engine: tuple[str, ...] | None = None, wait: bool = True
@@ -77,7 +83,7 @@ async def running(
     flags += ["--max-output-tokens", "4000", *arguments]
     config = parse(build_parser().parse_args(flags), {})
     server = Server(config, engine_command=engine or fake_engine())
-    task = asyncio.create_task(server.run())
+    task = asyncio.create_task(_run(server))
     await until(lambda: server.address or task.done())
     async with grpc.aio.insecure_channel(server.address, [("grpc.enable_retries", 0)]) as channel:
         run = Running(server, task, channel)
