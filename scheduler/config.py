@@ -6,23 +6,6 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class SchedulerConfig:
-    """The bounds a scheduler works within."""
-
-    max_num_seqs: int
-    """Sequences in one step at most."""
-    max_num_batched_tokens: int
-    """Tokens in one step at most (the budget); at least `max_num_seqs`."""
-    max_model_len: int
-    """Prompt + output tokens of one sequence at most."""
-    block_size: int
-    """Tokens per KV block."""
-    num_kv_blocks: int
-    """Blocks in the pool."""
-    enable_prefix_caching: bool = True
-
-
-@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Everything one engine process needs to load a model and serve it."""
 

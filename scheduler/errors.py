@@ -17,7 +17,3 @@ class ModelUnsupportedError(ConfigurationError):
 
 class StartupError(EmberlineError):
     """The server could not start for a reason outside its flags: model files, memory, port. Exit code 3."""
-
-
-class RequestNeverFitsError(EmberlineError):
-    """A request needs more KV blocks than the whole pool has."""

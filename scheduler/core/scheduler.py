@@ -41,14 +41,13 @@ from collections import deque
 from collections.abc import Iterable
 from operator import attrgetter
 
-from scheduler.config import SchedulerConfig
+from scheduler.core.config import SchedulerConfig
 from scheduler.core.kv_cache_manager import KVCacheManager
 from scheduler.core.output import StepPlan, StepResult
 from scheduler.core.plan_draft import Chunk, PlanDraft
 from scheduler.core.request import Request, Sequence, SequenceStatus, make_request
 from scheduler.core.request_queue import RequestQueue
 from scheduler.core.stopping import finish_reason_after
-from scheduler.errors import ConfigurationError, RequestNeverFitsError
 from scheduler.messages import (
     EngineStats,
     FailureKind,
@@ -68,15 +67,19 @@ _RUNNING = SequenceStatus.RUNNING
 _order_of = attrgetter("order")
 
 
+class RequestNeverFitsError(Exception):
+    """A request needs more than the whole KV pool, or than the longest context."""
+
+
 class Scheduler:
     """See the module's docstring for the policy. Not thread-safe; nothing blocks."""
 
     def __init__(self, config: SchedulerConfig) -> None:
-        """Raises `ConfigurationError` for bounds no step can respect."""
+        """Raises `ValueError` for bounds no step can respect."""
         if min(config.max_num_seqs, config.max_model_len, config.block_size, config.num_kv_blocks) < 1:
-            raise ConfigurationError("max_num_seqs, max_model_len, block_size and num_kv_blocks must be at least 1")
+            raise ValueError("max_num_seqs, max_model_len, block_size and num_kv_blocks must be at least 1")
         if config.max_num_batched_tokens < config.max_num_seqs:
-            raise ConfigurationError(
+            raise ValueError(
                 f"max_num_batched_tokens ({config.max_num_batched_tokens}) must be at least "
                 f"max_num_seqs ({config.max_num_seqs}): every running sequence takes a token of each step"
             )

@@ -15,8 +15,7 @@ from typing import Protocol
 
 from scheduler.codec import Message
 from scheduler.core.output import StepPlan, StepResult
-from scheduler.core.scheduler import Scheduler
-from scheduler.errors import RequestNeverFitsError
+from scheduler.core.scheduler import RequestNeverFitsError, Scheduler
 from scheduler.flight_record import StepShape
 from scheduler.messages import (
     Abort,

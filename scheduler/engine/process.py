@@ -28,7 +28,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
 from scheduler.codec import Message
-from scheduler.config import EngineConfig, SchedulerConfig
+from scheduler.config import EngineConfig
+from scheduler.core.config import SchedulerConfig
 from scheduler.engine.channel import Channel, FrontEndGoneError
 from scheduler.engine.flight_recorder import FlightRecorder
 from scheduler.flight_record import FlightWriter

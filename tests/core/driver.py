@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from scheduler.config import SchedulerConfig
+from scheduler.core.config import SchedulerConfig
 from scheduler.core.output import StepPlan
 from scheduler.core.request import SequenceStatus
 from scheduler.core.scheduler import Scheduler

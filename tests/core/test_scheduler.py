@@ -8,8 +8,7 @@ from __future__ import annotations
 import pytest
 
 from scheduler.core.request import Sequence
-from scheduler.core.scheduler import Scheduler
-from scheduler.errors import ConfigurationError, RequestNeverFitsError
+from scheduler.core.scheduler import RequestNeverFitsError, Scheduler
 from scheduler.messages import EngineStats, FailureKind, FinishReason, SequenceOutput
 from tests.core.driver import Driver, make_config, scheduled
 from tests.fakes import FakeRunner, make_submit, reference_output
@@ -151,7 +150,7 @@ def test_empty_prompt_is_refused() -> None:
 )
 def test_impossible_bounds(max_num_seqs: int, max_num_batched_tokens: int, num_kv_blocks: int) -> None:
     """Bounds under which a step could not hold every running sequence are a configuration error."""
-    with pytest.raises(ConfigurationError):
+    with pytest.raises(ValueError, match="must be at least"):
         Scheduler(
             make_config(
                 max_num_seqs=max_num_seqs,

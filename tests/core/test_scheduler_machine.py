@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from scheduler.errors import RequestNeverFitsError
+from scheduler.core.scheduler import RequestNeverFitsError
 from scheduler.messages import Submit
 from tests.core.driver import Driver, make_config
 from tests.fakes import make_submit

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from scheduler.codec import Message
-from scheduler.config import SchedulerConfig
+from scheduler.core.config import SchedulerConfig
 from scheduler.core.output import StepPlan, StepResult
 from scheduler.core.scheduler import Scheduler
 from scheduler.engine.engine_core import EngineCore
