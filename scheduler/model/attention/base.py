@@ -165,8 +165,8 @@ class AttentionBackend(ABC):
         """Attention of one layer: softmax(scale * Q K^T + causal mask) V (Vaswani et al. 2017).
 
         `query` [T, num_heads, head_dim], `key` and `value` [T, num_kv_heads, head_dim], of the backend's dtype; rows
-        may be strided (slices of one fused projection), the last two dimensions must be contiguous. Writes all keys
-        and values before it reads any. Returns a fresh contiguous tensor [T, num_heads, head_dim].
+        may be strided (slices of one fused projection) at no cost; other layouts may be copied. Writes all keys and
+        values before it reads any. Returns a fresh contiguous tensor [T, num_heads, head_dim].
         """
 
     @abstractmethod

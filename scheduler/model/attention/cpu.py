@@ -22,6 +22,7 @@ import hashlib
 import logging
 import math
 import os
+import platform
 import shutil
 import struct
 import tempfile
@@ -33,6 +34,7 @@ from typing import Any
 import numba
 import numpy as np
 import torch
+from llvmlite.binding import get_host_cpu_features
 
 from scheduler.model.attention import cpu_kernel, simd
 from scheduler.model.attention.base import (
@@ -122,6 +124,8 @@ class CpuBackend(AttentionBackend):
             return f"needs the CPU, not {device.type}"
         if dtype not in POOL_KINDS:
             return f"needs float32, bfloat16 or float16, not {str(dtype).removeprefix('torch.')}"
+        if dtype == torch.float16 and not _converts_half_precision():
+            return "needs a processor that converts float16 (F16C, in x86 since 2012)"
         if not 1 <= head_dim <= 512:
             return f"needs a head_dim of at most 512, not {head_dim}"
         if block_size is not None and (block_size < simd.LANES or block_size % simd.LANES != 0):
@@ -203,6 +207,8 @@ class CpuBackend(AttentionBackend):
         assert isinstance(metadata, CpuMetadata)
         if self.dtype != torch.float32:
             query, key, value = query.float(), key.float(), value.float()
+        query, key, value = _as_rows(query), _as_rows(key), _as_rows(value)
+        assert len(query) == len(key) == len(value) == metadata.num_tokens
         output = torch.empty(query.shape, dtype=torch.float32)
         PACK_CALL.pack_into(
             self._call,
@@ -273,6 +279,14 @@ def _gomp_parallel() -> KernelFunction | None:
     return function
 
 
+def _as_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """[T, heads, head_dim] with each token's heads in one piece, which is what the kernels address."""
+    _, num_heads, head_dim = tensor.shape
+    _, head_stride, stride = tensor.stride()
+    in_one_piece = stride == 1 and (num_heads == 1 or head_stride == head_dim)
+    return tensor if in_one_piece else tensor.contiguous()
+
+
 def _zeros_in_large_pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """A zeroed tensor, all of it resident. Blocks lie scattered, and looking up small pages took a third of a decode.
 
@@ -281,6 +295,11 @@ def _zeros_in_large_pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.T
     array = np.empty(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
     array.fill(0)
     return torch.from_numpy(array).view(dtype).view(shape)
+
+
+def _converts_half_precision() -> bool:
+    """Whether the processor has instructions for it; LLVM would call a function that is not there."""
+    return platform.machine().lower() not in ("x86_64", "amd64") or get_host_cpu_features().get("f16c", False)
 
 
 @cache

@@ -78,6 +78,18 @@ def test_sequences_may_share_blocks(candidate: Candidate) -> None:
     check_step(candidate, SHAPES["SmolLM2"], lens, num_shared_blocks=2)
 
 
+def test_inputs_may_be_transposed(candidate: Candidate) -> None:
+    """Heads before tokens in memory, as transformers' modules may leave them, give the same bits."""
+    shape = SHAPES["SmolLM2"]
+    step = make_step([(1, 70), (20, 90)], **shape, dtype=candidate.dtype, block_size=candidate.block_size)
+    backend = candidate.make(**shape, dtype=candidate.dtype, block_size=candidate.block_size)
+    expected, _ = step.run(backend)
+    for name in ("query", "key", "value"):
+        setattr(step, name, getattr(step, name).transpose(0, 1).contiguous().transpose(0, 1))
+    output, _ = step.run(backend)
+    assert torch.equal(output, expected)
+
+
 def test_an_extreme_score_stays_finite(candidate: Candidate) -> None:
     """Scores far beyond exp's range, of either sign, give the softmax's limit and no NaN."""
     step = make_step(

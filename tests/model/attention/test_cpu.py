@@ -169,6 +169,15 @@ def test_an_unwritable_cache_is_not_used(tmp_path: Path, monkeypatch: pytest.Mon
         assert cpu._cache_directory() is None
 
 
+def test_float16_needs_a_processor_that_converts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without F16C the compiled code would crash: it is refused; float32 and bfloat16 are not."""
+    monkeypatch.setattr(cpu, "get_host_cpu_features", dict)
+    monkeypatch.setattr(cpu.platform, "machine", lambda: "x86_64")
+    reasons = {d: CpuBackend.unsupported_reason(device=CPU, dtype=d, head_dim=64) for d in cpu.POOL_KINDS}
+    assert "F16C" in (reasons.pop(torch.float16) or "")
+    assert set(reasons.values()) == {None}
+
+
 def test_importing_the_registry_imports_no_kernel_library() -> None:
     """numba and flash-attn are imported when their backend is chosen, not before."""
     code = (
