@@ -54,8 +54,10 @@ POOL_KINDS: dict[torch.dtype, Any] = {
 }
 """What tells the kernel the pools' element type, see `simd.POOL_KINDS`."""
 
-SCORES_PARALLEL_MIN = 2048
-"""Scores (queries x heads x tokens seen) of a layer below which one thread is done before a second has woken."""
+SCORES_PARALLEL_MIN = 8192
+"""Scores (queries x heads x tokens seen) of a layer below which one thread does the work. A second one pays from about
+2,000 on an idle machine (20 µs of work); where another process has its core, waiting for it costs milliseconds.
+"""
 TOKENS_PARALLEL_MIN = 64
 """Tokens of a step below which one thread writes all keys and values."""
 
