@@ -142,10 +142,13 @@ def _load_weights(engine_config: EngineConfig, config: PreTrainedConfig, device:
 
 
 def _vocab_size(model: Any) -> int:
+    """Rows of the vocabulary projection; each must have an embedding, for what is sampled is read in the next step."""
+    num_read = int(model.get_input_embeddings().weight.shape[0])
     head = model.get_output_embeddings()
-    if head is not None and hasattr(head, "weight"):
-        return int(head.weight.shape[0])
-    return int(model.config.get_text_config(decoder=True).vocab_size)
+    num_written = num_read if head is None else int(head.weight.shape[0])
+    if num_written > num_read:
+        raise unsupported(model.config, f"it can say {num_written} tokens but read only {num_read}")
+    return num_written
 
 
 def _first_line(error: Exception) -> str:

@@ -104,10 +104,4 @@ class PagedAttention:
         """See `AttendsForModule`."""
         assert self._metadata is not None, "a forward pass outside a step"
         layer_cache = self._layer_caches[self._layer_of[module]]
-        return self.backend.forward(_rows(query), _rows(key), _rows(value), layer_cache, self._metadata, scale)
-
-
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """[T, heads, D], copied only where a token's heads are not side by side, as in families that interleave q, k, v."""
-    head_dim = tensor.shape[2]
-    return tensor if tensor.stride()[1:] == (head_dim, 1) else tensor.contiguous()
+        return self.backend.forward(query, key, value, layer_cache, self._metadata, scale)

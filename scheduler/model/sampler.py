@@ -329,7 +329,6 @@ def _apply_filters(values: torch.Tensor, filters: _Filters, whole: torch.Tensor)
     whole = torch.where(top_k < filters.vocab_size, mass.sum(dim=-1, keepdim=True), whole[:, None])
     mass_limit = torch.where(top_p < 1.0, top_p * whole, torch.inf)
     kept = within_k & (mass.cumsum(dim=-1) - mass < mass_limit) & (values >= floor)
-    kept[:, 0] = True
     complete = (top_k[:, 0] <= num_candidates) | ~kept[:, -1]
     return kept, complete
 

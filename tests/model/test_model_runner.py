@@ -176,6 +176,7 @@ def test_a_row_that_is_not_finite_harms_only_itself(driver: Driver, model_dir: M
         embedding.data[4] = poisoned
     assert list(result.non_finite_seq_ids) == [2]
     assert result.sampled_token_ids[1] == -1
+    assert driver.runner._batch.token_ids(2) == [3, 4, 5]
     driver.finish(2)
     driver.decode([1, 3], 5)
     assert_exact(model_dir("llama"), driver.tokens[1], 9)
@@ -229,6 +230,11 @@ def test_a_plan_that_breaks_the_protocol_is_our_bug(llama: ModelRunner) -> None:
     blockless = NewSequence(500, 0, (3, 4, 5), 3, GREEDY, StoppingParams(5), (), 0)
     with pytest.raises(AssertionError):
         llama.execute(StepPlan(0, **good, new=(blockless,)))
+    llama.execute(StepPlan(0, (), (), (), 0, finished_seq_ids=(500,)))
+    llama.execute(StepPlan(0, **good, new=(new,)))
+    preempted = {"seq_ids": (500,), "num_scheduled_tokens": (1,), "sampled_seq_ids": (500,), "num_batched_tokens": 1}
+    with pytest.raises(AssertionError):  # it has no blocks until it is resumed
+        llama.execute(StepPlan(0, **preempted, preempted_seq_ids=(500,)))
     llama.execute(StepPlan(0, (), (), (), 0, finished_seq_ids=(500,)))
 
 
