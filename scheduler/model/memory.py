@@ -15,7 +15,7 @@ import torch
 from scheduler.config import EngineConfig
 from scheduler.errors import ConfigurationError, StartupError
 
-KV_POOL_CPU_BYTES_MAX = 2 << 30
+KV_POOL_CPU_BYTES_MAX = 1 << 30
 """The pool's size on a CPU where no flag asks for more: beyond it compute, not memory, bounds the batch."""
 KV_POOL_CPU_SHARE = 0.4
 """Of the memory available when weights are loaded. The rest is headroom: page cache, front end, a second engine."""
