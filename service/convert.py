@@ -10,7 +10,7 @@ A violation names the field and its bounds. It never repeats what the caller sen
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from google.protobuf.duration_pb2 import Duration
 
@@ -70,7 +70,13 @@ class _Check:
         self.that(least <= value <= most, field, f"must be in [{least}, {most}]")
         return value
 
-    def token_ids(self, field: str, token_ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:
+    def token_ids(
+        self, field: str, token_ids: Sequence[int], vocab_size: int, num_max: int | None = None
+    ) -> tuple[int, ...]:
+        """A list over `num_max` is refused by its length alone: to look at millions of ids would hold up the loop."""
+        if num_max is not None and len(token_ids) > num_max:
+            self.fail(field, f"{len(token_ids)} ids; at most {num_max}")
+            return ()
         ids = tuple(token_ids)
         if ids and max(ids) >= vocab_size:
             bad = [position for position, token_id in enumerate(ids) if token_id >= vocab_size]
@@ -119,17 +125,16 @@ def generate_request(
     sampling = _sampling(check, message, limits, defaults)
     max_tokens, min_tokens = _token_bounds(check, message, limits)
     stopping = message.stopping
-    resume_token_ids = check.token_ids("resume_token_ids", message.resume_token_ids, limits.vocab_size)
+    resume_token_ids = check.token_ids(
+        "resume_token_ids", message.resume_token_ids, limits.vocab_size, limits.max_model_len
+    )
     output = _output(check, message.output, limits)
     salt = message.cache.salt
     check.that(len(salt.encode()) <= CACHE_SALT_BYTES_MAX, "cache.salt", f"at most {CACHE_SALT_BYTES_MAX} bytes")
     priority = check.integer("priority", message.priority, -PRIORITY_MAX, PRIORITY_MAX)
     stop_strings = _stop_strings(check, stopping.stop_strings, limits)
-    stop_token_ids = check.token_ids("stopping.stop_token_ids", stopping.stop_token_ids, limits.vocab_size)
-    check.that(
-        len(stop_token_ids) <= limits.max_stop_token_ids,
-        "stopping.stop_token_ids",
-        f"at most {limits.max_stop_token_ids} ids",
+    stop_token_ids = check.token_ids(
+        "stopping.stop_token_ids", stopping.stop_token_ids, limits.vocab_size, limits.max_stop_token_ids
     )
     _not_in_this_version(check, message)
     check.settle()
@@ -292,13 +297,14 @@ def _prompt(check: _Check, message: inference_pb2.GenerateRequest, limits: Limit
         check.fail("input", "one of text, token_ids and chat is required")
     else:
         check.that(len(message.token_ids.ids) > 0, "token_ids.ids", "at least one id")
-    return TokenInput(check.token_ids("token_ids.ids", message.token_ids.ids, limits.vocab_size))
+    return TokenInput(check.token_ids("token_ids.ids", message.token_ids.ids, limits.vocab_size, limits.max_model_len))
 
 
 def _chat(check: _Check, chat: inference_pb2.Chat, limits: Limits) -> ChatInput:
     field = "chat.messages"
     in_bounds = 1 <= len(chat.messages) <= limits.max_chat_messages
-    check.that(in_bounds, field, f"1 to {limits.max_chat_messages} messages")
+    if not check.that(in_bounds, field, f"1 to {limits.max_chat_messages} messages"):
+        return ChatInput(())
     # A role becomes part of the template's own words, and there it might complete the string of a special token.
     bad = [position for position, turn in enumerate(chat.messages) if not _ROLE.fullmatch(turn.role)]
     for position in bad[:NUM_VIOLATIONS_PER_LIST_MAX]:
@@ -332,7 +338,9 @@ def _sampling(
     if options.HasField("top_k"):
         top_k = check.integer("sampling.top_k", options.top_k, 0, INT32_MAX)
     logit_bias = _logit_bias(check, options, limits)
-    allowed = check.token_ids("sampling.allowed_token_ids", options.allowed_token_ids, limits.vocab_size)
+    allowed = check.token_ids(
+        "sampling.allowed_token_ids", options.allowed_token_ids, limits.vocab_size, limits.vocab_size
+    )
     check.that(len(set(allowed)) == len(allowed), "sampling.allowed_token_ids", "must be distinct")
     num_logprobs = None
     if message.output.HasField("logprobs"):

@@ -1,7 +1,9 @@
 """Text to token ids and back, as the served model sees them.
 
 What lives here: encoding and whole decoding. What must not: torch (`AutoTokenizer` would bring it), gRPC. All methods
-of `Tokenizer` may be called from any thread; `encode` of a long text takes milliseconds and belongs off the loop.
+of `Tokenizer` may be called from any thread; `encode` of a long text takes milliseconds to seconds and belongs off the
+loop. So the library is called by its batches alone, even for one text: they let go of the interpreter, `encode` and
+`decode` of one text do not, and would stop the loop from any thread.
 
 Control tokens are those that the model's files flag as special. Two instances of the tokenizer exist, because whether
 special strings are recognised is a state of one: `_ordinary` recognises them, `_plain` does not. In a conversation
@@ -81,7 +83,7 @@ class Tokenizer:
     ) -> tuple[int, ...]:
         """Special-token strings in the text stay plain text unless `parse_special`."""
         instance = self._ordinary if parse_special else self._plain
-        return tuple(instance.encode(text, add_special_tokens=add_special_tokens).ids)
+        return _ids(instance, text, add_special_tokens=add_special_tokens)
 
     def encode_chat(self, turns: Sequence[ChatTurn], *, add_generation_prompt: bool = True) -> tuple[int, ...]:
         """Raises NoChatTemplateError and TemplateError."""
@@ -89,12 +91,12 @@ class Tokenizer:
             raise NoChatTemplateError
         rendered = self._chat_template.render(turns, add_generation_prompt=add_generation_prompt)
         if not rendered.stand_ins:
-            return tuple(self._ordinary.encode(rendered.text, add_special_tokens=False).ids)
+            return _ids(self._ordinary, rendered.text)
         return self._encode_mixed(rendered)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Ids without a text count as empty."""
-        return str(self._ordinary.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+        return str(self._ordinary.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0])
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
         """Each token's own text in the middle of a text, special tokens included."""
@@ -112,7 +114,7 @@ class Tokenizer:
             parts += (rendered.literal(rendered.text[position : match.start()]), self._aliases[match[0]])
             position = match.end()
         parts.append(rendered.literal(rendered.text[position:]))
-        ids = self._plain.encode("".join(parts), add_special_tokens=False).ids
+        ids = _ids(self._plain, "".join(parts))
         return tuple(self._id_of_alias_id.get(token_id, token_id) for token_id in ids)
 
     def _piece(self, token_id: int) -> str:
@@ -148,6 +150,11 @@ def _instance(tokenizer_json: str, special_tokens: Sequence[str]) -> tokenizers.
     missing = [text for text in special_tokens if text not in flagged and instance.token_to_id(text) is not None]
     instance.add_special_tokens([tokenizers.AddedToken(text, normalized=False, special=True) for text in missing])
     return instance
+
+
+def _ids(instance: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool = False) -> tuple[int, ...]:
+    """`fast` leaves out the offsets, which nobody asks for."""
+    return tuple(instance.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
 
 def _alias() -> str:

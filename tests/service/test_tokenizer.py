@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -57,6 +59,38 @@ def test_special_strings_in_text_are_text(chatml: Tokenizer) -> None:
     assert chatml.decode(parsed) == "the the"
     assert chatml.encode(TextInput(text)) == plain
     assert chatml.encode(TokenInput((1, 2))) == (1, 2)
+
+
+@pytest.mark.slow
+def test_the_loop_goes_on_while_a_long_text_is_encoded(chatml: Tokenizer) -> None:
+    """Encoding and decoding let go of the interpreter: another thread gets on meanwhile, though none is ever made to
+    yield here.
+    """
+    interval_s = sys.getswitchinterval()
+    num_rounds = 0
+
+    def rounds_during(work: Callable[[], object]) -> int:
+        before = num_rounds
+        work()
+        return num_rounds - before
+
+    with ThreadPoolExecutor(1) as pool:
+        sys.setswitchinterval(1000.0)
+        try:
+            ids = chatml.encode_text("the " * 100_000)
+            for work in (
+                lambda: chatml.encode_text("the " * 100_000),
+                lambda: chatml.encode_chat([ChatTurn("user", "the " * 100_000)]),
+                lambda: chatml.encode_chat([ChatTurn("user", "the " * 100_000 + IM_END)]),
+                lambda: chatml.decode(ids),
+            ):
+                done = pool.submit(rounds_during, work)
+                while not done.done():
+                    num_rounds += 1
+                    time.sleep(0.001)
+                assert done.result() > 0
+        finally:
+            sys.setswitchinterval(interval_s)
 
 
 def test_added_tokens_that_are_not_special_stay_tokens(chatml: Tokenizer) -> None:
