@@ -1,4 +1,4 @@
-"""The errors that engine and front end share. Each maps to a status in `service/status.py`, the only table."""
+"""The errors that engine and front end share: those that end a process. What ends a call is in `service/errors.py`."""
 
 from __future__ import annotations
 
