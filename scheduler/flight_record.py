@@ -1,7 +1,7 @@
 """The layout of the flight recorder: a page of shared memory that outlives the engine process, SIGKILL included.
 
-The engine writes, the front end reads: for its hang watch, and at a death for
-the record. Standard library only, for both sides import it. It holds counts and shapes, never ids of tokens or text.
+The engine writes, the front end reads: for its hang watch, and at a death for the record. Standard library only, for
+both sides import it. It holds counts and shapes, never ids of tokens or text.
 
 One header tells where the loop is now; a ring of `NUM_STEPS` entries tells the shapes of the last steps, entry
 `step_id % NUM_STEPS`. There is one writer. A sequence counter, odd while the header is being written, lets the reader
@@ -23,6 +23,7 @@ _STEP = struct.Struct("<QIIIII")  # step_id, num_seqs, num_batched_tokens, num_n
 _STEPS_OFFSET = 64
 SIZE_BYTES = mmap.PAGESIZE
 _READ_TRIES_MAX = 8
+_PHASES = frozenset(Phase)
 
 assert _STEPS_OFFSET + NUM_STEPS * _STEP.size <= SIZE_BYTES
 
@@ -72,7 +73,9 @@ class FlightReader:
         self._map = mmap.mmap(fd, SIZE_BYTES, access=mmap.ACCESS_READ)
 
     def read(self) -> FlightRecord:
-        """Where the engine is now. Costs microseconds; never blocks."""
+        """Where the engine is now. Costs microseconds; never blocks; never raises: an engine that writes where it should
+        not may have written here, and its death must be told all the same.
+        """
         for _ in range(_READ_TRIES_MAX):
             before, phase, since_ns, step_id, num_messages = _HEADER.unpack_from(self._map, 0)
             (after,) = struct.unpack_from("<Q", self._map, 0)
@@ -80,7 +83,8 @@ class FlightReader:
                 break
         shapes = (StepShape(*_STEP.unpack_from(self._map, _STEPS_OFFSET + i * _STEP.size)) for i in range(NUM_STEPS))
         steps = tuple(sorted((shape for shape in shapes if shape.step_id), key=lambda shape: -shape.step_id))
-        return FlightRecord(Phase(phase), since_ns, step_id, num_messages, steps)
+        known = phase if phase in _PHASES else Phase.EXECUTE  # a phase that the hang watch holds to its deadline
+        return FlightRecord(Phase(known), since_ns, step_id, num_messages, steps)
 
     def close(self) -> None:
         """Release the mapping; the descriptor stays the caller's."""

@@ -71,3 +71,13 @@ def test_a_writer_killed_in_mid_store_does_not_hang_the_reader(fd: int) -> None:
     """A sequence counter left odd is read as it is."""
     os.pwrite(fd, (1).to_bytes(8, "little") + int(Phase.SEND).to_bytes(8, "little"), 0)
     assert FlightReader(fd).read().phase is Phase.SEND
+
+
+def test_a_page_that_was_scribbled_on_is_read_all_the_same(fd: int) -> None:
+    """An engine whose memory went wrong may have written anything here; its death is told nevertheless, and a phase
+    that is none counts as one that the hang watch does not wait for in vain.
+    """
+    os.pwrite(fd, b"\xff" * SIZE_BYTES, 0)
+    record = FlightReader(fd).read()
+    assert record.phase is Phase.EXECUTE
+    assert len(record.steps) == NUM_STEPS
