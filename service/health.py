@@ -50,8 +50,8 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # th
 
     def close(self) -> None:
         """End every Watch (after it has been sent the last value if its reader takes it) and refuse new ones. Check and
-        List go on. Call it before server.stop(): one open Watch would use up its whole grace. (One whose reader has
-        stalled still does: nothing gets past what it does not read.)
+        List go on. Call it before waiting for the last calls: an open Watch would use up all of that time. (One whose
+        reader has stalled still does: nothing gets past what it does not read.)
         """
         self._closing.set()
         self._wake()
