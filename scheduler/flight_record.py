@@ -73,8 +73,8 @@ class FlightReader:
         self._map = mmap.mmap(fd, SIZE_BYTES, access=mmap.ACCESS_READ)
 
     def read(self) -> FlightRecord:
-        """Where the engine is now. Costs microseconds; never blocks; never raises: an engine whose memory went wrong may
-        have written anything here, and its death must be told all the same.
+        """Where the engine is now. Costs microseconds; never blocks, never raises: an engine whose memory went wrong
+        may have written anything here, and its death must be told all the same.
         """
         for _ in range(_READ_TRIES_MAX):
             before, phase, since_ns, step_id, num_messages = _HEADER.unpack_from(self._map, 0)

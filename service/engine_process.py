@@ -26,7 +26,8 @@ from scheduler import logs
 from scheduler.config import EngineConfig
 from scheduler.flight_record import SIZE_BYTES, FlightReader
 
-ENGINE_COMMAND = (sys.executable, "-m", "scheduler.engine.process")
+ENGINE_COMMAND = (sys.executable, "-P", "-m", "scheduler.engine.process")
+"""-P: or a folder `scheduler` where the server happens to be started would be taken for ours."""
 LAST_LINES_MAX = 50
 LINE_CHARS_MAX = 4096
 REAP_POLL_S = 0.005
