@@ -140,8 +140,10 @@ def _receive_config(channel: Channel) -> EngineConfig:
 
 
 def _run(core: EngineCore, channel: Channel, recorder: FlightRecorder) -> None:
-    while not core.is_shutting_down:
+    while True:
         outputs = None if channel.is_congested else core.step()
+        if core.is_shutting_down:
+            return  # before any wait: nothing more will come to end it
         if outputs is not None:
             recorder.enter(Phase.SEND, recorder.step_id)
             channel.send(outputs)

@@ -7,14 +7,23 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from scheduler.codec import FrameDecoder, Message, encode
 from scheduler.config import EngineConfig
-from scheduler.flight_record import SIZE_BYTES
-from scheduler.messages import EngineFailed
+from scheduler.core.config import SchedulerConfig
+from scheduler.core.scheduler import Scheduler
+from scheduler.engine.channel import Channel
+from scheduler.engine.engine_core import EngineCore
+from scheduler.engine.flight_recorder import FlightRecorder
+from scheduler.engine.process import _run
+from scheduler.flight_record import SIZE_BYTES, FlightReader, FlightWriter
+from scheduler.messages import EngineFailed, Phase, Shutdown
+from tests.fakes import FakeRunner
 
 EXIT_TIMEOUT_S = 120
 
@@ -77,3 +86,25 @@ def test_a_terminal_interrupt_does_not_reach_the_engine(tmp_path: Path) -> None:
         os.kill(child.pid, signal.SIGINT)
         assert isinstance(read_all(connection)[-1], EngineFailed)
         assert child.wait(EXIT_TIMEOUT_S) == 1
+
+
+def test_an_idle_engine_ends_when_it_is_told_to() -> None:
+    """A Shutdown that finds the loop waiting ends it; nothing else has to come."""
+    fd = os.memfd_create("flight")
+    os.ftruncate(fd, SIZE_BYTES)
+    front_end, theirs = socket.socketpair()
+    with front_end, theirs:
+        channel, reader = Channel(theirs), FlightReader(fd)
+        recorder = FlightRecorder(FlightWriter(fd), time.monotonic_ns, lambda: channel.num_messages_received)
+        os.close(fd)
+        bounds = SchedulerConfig(
+            max_num_seqs=1, max_num_batched_tokens=1, max_model_len=4, block_size=4, num_kv_blocks=1
+        )
+        core = EngineCore(Scheduler(bounds), FakeRunner(num_kv_blocks=1, block_size=4), channel.receive, recorder)
+        loop = threading.Thread(target=_run, args=(core, channel, recorder), daemon=True)
+        loop.start()
+        while reader.read().phase is not Phase.IDLE:
+            time.sleep(0.001)
+        front_end.sendall(encode(Shutdown()))
+        loop.join(EXIT_TIMEOUT_S)
+        assert not loop.is_alive()
