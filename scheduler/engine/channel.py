@@ -77,10 +77,9 @@ class Channel:
         Raises:
             FrontEndGoneError: the other end is closed.
         """
-        readers = [] if self.is_congested else [self._socket]
-        writers = [self._socket] if self._outbox else []
-        _, writable, _ = select.select(readers, writers, [])
-        if writable:
+        readable = 0 if self.is_congested else select.POLLIN
+        writable = select.POLLOUT if self._outbox else 0
+        if self._poll(readable | writable) & ~select.POLLIN:  # room, or a hang-up that the write will tell
             with self._lock:
                 self._flush()
 
@@ -96,8 +95,17 @@ class Channel:
         with contextlib.suppress(FrontEndGoneError, OSError):
             self._flush()
             while self._outbox and (remaining_s := deadline - time.monotonic()) > 0:
-                select.select([], [self._socket], [], remaining_s)
+                self._poll(select.POLLOUT, remaining_s)
                 self._flush()
+
+    def _poll(self, events: int, timeout_s: float | None = None) -> int:
+        """Wait for one of `events` and return those that came. Not select(): it refuses descriptors above 1023, and
+        ours has the number that the front end, with all its connections, had free.
+        """
+        poll = select.poll()
+        poll.register(self._socket, events)
+        came = poll.poll(None if timeout_s is None else timeout_s * 1000)
+        return came[0][1] if came else 0
 
     def _flush(self) -> None:
         while self._outbox:

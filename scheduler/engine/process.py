@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import dataclasses
 import faulthandler
 import gc
 import os
@@ -109,21 +110,7 @@ def _load(channel: Channel, recorder: FlightRecorder, started_s: float) -> tuple
     core = EngineCore(scheduler, runner, channel.receive, recorder)
     gc.collect()
     gc.freeze()  # the model's objects live as long as the process: no collection needs to walk them again
-    ready = Ready(
-        pid=os.getpid(),
-        model_type=info.model_type,
-        num_parameters=info.num_parameters,
-        vocab_size=info.vocab_size,
-        dtype=info.dtype,
-        device=info.device,
-        attention_backend=info.attention_backend,
-        block_size=info.block_size,
-        num_kv_blocks=info.num_kv_blocks,
-        max_model_len=info.max_model_len,
-        max_num_seqs=info.max_num_seqs,
-        max_num_batched_tokens=info.max_num_batched_tokens,
-        startup_s=time.monotonic() - started_s,
-    )
+    ready = Ready(pid=os.getpid(), startup_s=time.monotonic() - started_s, **dataclasses.asdict(info))
     return core, ready
 
 

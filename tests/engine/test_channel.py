@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import resource
 import socket
 import threading
 from collections.abc import Iterator
@@ -90,3 +92,18 @@ def test_last_words_give_up_on_a_front_end_that_does_not_read(pair: Pair) -> Non
         channel.send(LoadProgress("z" * 100_000, 0.0))
     channel.send_last_words(Shutdown(), timeout_s=0.05)
     assert channel.is_congested
+
+
+def test_a_descriptor_above_1023_serves_as_well() -> None:
+    """A front end with a thousand connections hands its engine a high descriptor; waiting on it works."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    ours, front_end = socket.socketpair()
+    high = fcntl.fcntl(ours.fileno(), fcntl.F_DUPFD, 2000)
+    ours.close()
+    with socket.socket(fileno=high) as connection, front_end:
+        channel = Channel(connection)
+        front_end.sendall(encode(Shutdown()))
+        channel.wait()
+        assert channel.receive() == [Shutdown()]
+        channel.send_last_words(Shutdown(), timeout_s=30)
+        assert FrameDecoder().feed(front_end.recv(1 << 16)) == [Shutdown()]
