@@ -146,6 +146,8 @@ async def test_new_calls_after_a_death_are_told_at_once(model: Path, log: Captur
         reason, _, pushback = details(error)
         assert (error.code(), reason) == (grpc.StatusCode.UNAVAILABLE, "ENGINE_DEAD")
         assert int(pushback or 0) > 0
+        error = await error_of(run.inference.Generate(inference_pb2.GenerateRequest()))  # not valid, but who cares now
+        assert details(error)[0] == "ENGINE_DEAD"
         assert await run.readiness() == "NOT_SERVING"
 
 
@@ -169,6 +171,8 @@ async def test_a_drain_lets_streams_finish(model: Path, log: CapturedLogs) -> No
         for call in calls:
             *_, last = await rest_of(call)
             assert last.finish.reason == inference_pb2.FINISH_REASON_MAX_TOKENS
+        assert [update.status for update in await rest_of(watch)] == [health_pb2.HealthCheckResponse.NOT_SERVING]
+        assert await watch.code() is grpc.StatusCode.OK
         assert await run.exit_code() is ExitCode.CLEAN
     assert not log.of("fatal error")
 
