@@ -48,6 +48,8 @@ TOKENIZER_THREADS = 2
 TRAILERS_TIMEOUT_S = 1.5
 """From a death on: how long the streams' ends may take to be sent before the process leaves."""
 AFTER_GRACE_TIMEOUT_S = 1.0
+PENDING_CALLS_MAX = 32_768
+"""Calls that have arrived and that the loop has not come to yet."""
 LAST_CALLS_TIMEOUT_S = 0.25
 """For the ends of the last calls to be sent; a client that does not read them must not hold the process."""
 REFLECTION_V1 = "grpc.reflection.v1"
@@ -309,6 +311,9 @@ def _grpc_options(config: ServerConfig) -> list[tuple[str, int]]:
         ("grpc.so_reuseport", 0),  # or two servers would silently share the port
         ("grpc.max_receive_message_length", config.max_request_bytes()),
         ("grpc.max_send_message_length", -1),
+        # A burst is answered QUEUE_FULL by us; gRPC's own bounds (1,000 and 3,000) would answer it CANCELLED.
+        ("grpc.server.max_pending_requests", PENDING_CALLS_MAX),
+        ("grpc.server.max_pending_requests_hard_limit", PENDING_CALLS_MAX),
         # Clients may ping during a long silent prefill; clients that vanished are found.
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),
