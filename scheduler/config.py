@@ -14,7 +14,8 @@ class EngineConfig:
     revision: str | None = None
     trust_remote_code: bool = False
     dtype: str = "auto"
-    """`auto`, `float32`, `bfloat16` or `float16`. `auto` is float32 on a CPU, the checkpoint's own on a GPU."""
+    """`auto`, `float32`, `bfloat16` or `float16`. `auto` is float32 on a CPU; on a GPU the checkpoint's own if it
+    has 16 bits, else bfloat16."""
     device: str = "auto"
     """`auto`, `cpu` or `cuda`."""
     attention_backend: str = "auto"

@@ -85,10 +85,14 @@ def resolve_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def resolve_dtype(name: str, device: torch.device) -> torch.dtype | str:
-    """`auto` is float32 on a CPU, where 16 bits are slow, and the checkpoint's own on a GPU."""
+def resolve_dtype(name: str, device: torch.device, own: object) -> torch.dtype:
+    """`auto` is float32 on a CPU, where 16 bits are slow; on a GPU, whose kernels know 16 bits only, the checkpoint's
+    own type if it has 16 bits, else bfloat16. `own`: what the checkpoint's configuration says, if anything.
+    """
     if name == "auto":
-        return torch.float32 if device.type == "cpu" else "auto"
+        if device.type == "cpu":
+            return torch.float32
+        return torch.float16 if own == torch.float16 else torch.bfloat16
     if name not in _DTYPES:
         raise ConfigurationError(f"no dtype is named {name!r}; there are auto, {', '.join(_DTYPES)}")
     return _DTYPES[name]
@@ -123,7 +127,7 @@ def _load_weights(engine_config: EngineConfig, config: PreTrainedConfig, device:
             config=config,
             revision=engine_config.revision,
             trust_remote_code=engine_config.trust_remote_code,
-            dtype=resolve_dtype(engine_config.dtype, device),
+            dtype=resolve_dtype(engine_config.dtype, device, config.get_text_config().dtype),
             attn_implementation=PROBING,
             output_loading_info=True,
         )

@@ -12,6 +12,7 @@ import torch
 
 from scheduler.config import EngineConfig
 from scheduler.errors import ConfigurationError, EmberlineError, StartupError
+from scheduler.model.attention.flash import FlashBackend
 from scheduler.model.loader import load_model, resolve_device, resolve_dtype
 from tests.model.tiny import SUPPORTED, VOCAB_SIZE
 
@@ -88,15 +89,24 @@ def test_an_unknown_architecture_is_a_configuration_error(tmp_path: Path) -> Non
 
 
 def test_device_and_dtype_names_are_checked(model_dir: ModelDir) -> None:
-    """Unknown names are configuration errors; `auto` is float32 on a CPU, the checkpoint's own on a GPU."""
+    """Unknown names are configuration errors; `auto` is float32 on a CPU."""
     for flags in ({"device": "tpu"}, {"dtype": "int3"}):
         assert isinstance(refusal(model_dir("llama"), **flags), ConfigurationError)
     cpu = torch.device("cpu")
-    assert resolve_dtype("auto", cpu) == torch.float32
-    assert resolve_dtype("auto", torch.device("cuda")) == "auto"
-    assert resolve_dtype("bfloat16", cpu) == torch.bfloat16
+    assert resolve_dtype("auto", cpu, torch.bfloat16) == torch.float32
+    assert resolve_dtype("bfloat16", cpu, None) == torch.bfloat16
     assert resolve_device("cpu") == cpu
     if not torch.cuda.is_available():
         assert resolve_device("auto") == cpu
         with pytest.raises(ConfigurationError, match="no GPU"):
             resolve_device("cuda")
+
+
+def test_any_checkpoint_can_start_on_a_gpu_with_default_flags() -> None:
+    """`auto` on a GPU keeps a 16-bit checkpoint as it is, and makes of any other one that the flash backend accepts."""
+    gpu = torch.device("cuda")
+    for own in (torch.float32, torch.float64, torch.bfloat16, torch.float16, None):
+        dtype = resolve_dtype("auto", gpu, own)
+        assert FlashBackend._unsupported_shape(dtype, head_dim=64, block_size=None) is None
+        assert own not in (torch.float16, torch.bfloat16) or dtype == own
+    assert resolve_dtype("float32", gpu, torch.float32) == torch.float32
