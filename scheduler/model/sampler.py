@@ -11,7 +11,8 @@ A token is drawn by the Gumbel-max trick (Maddison et al. 2014): logits that dif
 batch shapes, change the token only where two candidates are tied to those bits. A row without filters draws in two
 stages, first a group of 256 neighbouring ids by Gumbel + log of the group's mass, then a token of that group by
 Gumbel + its score: that is the softmax distribution exactly, for a few hundred numbers of noise instead of one per
-token of the vocabulary. A row with filters (top-k, top-p, min-p) draws among the best tokens, which are few.
+token of the vocabulary. A row with filters (top-k, top-p, min-p) draws among the best tokens, which are mostly few;
+where they are not, it draws in two stages, like a row without filters, from what its filters keep.
 
 Reductions run along a row only. Ties go to the lowest id, everywhere.
 """
@@ -34,7 +35,12 @@ GREEDY_TEMPERATURE = 1e-5
 """Below this a row is greedy: its distribution could not be told from the argmax in float32."""
 FLOAT32_MAX = float(torch.finfo(torch.float32).max)
 
-_CANDIDATES_MIN = 64  # of the list of best tokens; it grows eightfold where that is too short
+# Lengths of the list of best tokens: one for most rows, one for most others. Where the filters keep more than the last
+# one holds, the row is drawn in two stages: so the last one is part of the noise.
+_LIST_LENGTHS = (64, 512)
+# Bounds of what is worked on at once beside the logits themselves: scores of long rows, entries of bias.
+_SCORES_MAX = 1 << 21
+LIST_ENTRIES_MAX = 1 << 20
 # Lanes of noise: 0… for groups, then for a group's members, then for tokens by id.
 _MEMBER_LANES = 1 << 32
 _TOKEN_LANES = 2 << 32
@@ -45,7 +51,7 @@ Float64Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class TokenList:
-    """Tokens of some rows, flat: entry i is token `ids[i]` of row `rows[i]`. No pair occurs twice."""
+    """Tokens of some rows, flat: entry i is token `ids[i]` of row `rows[i]`, rows ascending. No pair occurs twice."""
 
     rows: Int64Array
     ids: Int64Array
@@ -183,20 +189,21 @@ def _apply_controls(logits: torch.Tensor, rows: SamplingRows) -> bool:
 
 
 def _keep_only(logits: torch.Tensor, allowed: TokenList) -> None:
-    constrained, local = np.unique(allowed.rows, return_inverse=True)
-    target = _on_device(constrained, logits)
-    ids = _on_device(allowed.ids, logits)
-    kept = torch.full((len(constrained), logits.shape[1]), -torch.inf, dtype=logits.dtype, device=logits.device)
-    kept[_on_device(local, logits), ids] = logits[_on_device(allowed.rows, logits), ids]
-    logits[target] = kept
+    constrained = allowed.rows[np.diff(allowed.rows, prepend=-1) > 0]
+    index = (_on_device(allowed.rows, logits), _on_device(allowed.ids, logits))
+    kept = logits[index]
+    logits.index_fill_(0, _on_device(constrained, logits), -torch.inf)
+    logits[index] = kept
 
 
 def _add_bias(logits: torch.Tensor, bias: BiasList) -> None:
-    index = (_on_device(bias.rows, logits), _on_device(bias.ids, logits))
-    # Whatever the front end lets through, a bias is a finite float32 from here on.
-    values = np.nan_to_num(np.clip(bias.values, -FLOAT32_MAX, FLOAT32_MAX), nan=0.0)
-    before = logits[index]
-    logits[index] = _as_logits(before.double() + _on_device(values, logits), before)
+    for start in range(0, len(bias.rows), LIST_ENTRIES_MAX):
+        part = slice(start, start + LIST_ENTRIES_MAX)
+        index = (_on_device(bias.rows[part], logits), _on_device(bias.ids[part], logits))
+        # Whatever the front end lets through, a bias is a finite float32 from here on.
+        values = np.nan_to_num(np.clip(bias.values[part], -FLOAT32_MAX, FLOAT32_MAX), nan=0.0)
+        before = logits[index]
+        logits[index] = _as_logits(before.double() + _on_device(values, logits), before)
 
 
 def _penalise(logits: torch.Tensor, penalties: PenaltyList) -> None:
@@ -290,27 +297,53 @@ class _Filters:
 def _draw_from_best(scores: torch.Tensor, filters: _Filters, keys: UInt64Array) -> torch.Tensor:
     """A token [R] for each row of `scores` [R, V], from what its filters keep.
 
-    What they keep is the beginning of the list of best tokens. So that list is made only as long as it has to be: it
-    grows until each row's end lies inside. How far it grows is the row's own business, and the noise is the token's.
+    What they keep is the beginning of the list of best tokens. So that list is made only as long as it has to be, and
+    where it would be very long, it is not made at all. Which way a row goes is its own business, and so is its noise.
     """
     needs_whole = bool(((filters.top_p < 1.0) & (filters.top_k == filters.vocab_size)).any())
     whole = _mass_by_group(scores).sum(dim=-1) if needs_whole else scores.new_zeros(len(keys), dtype=torch.double)
     token_ids = torch.empty(len(keys), dtype=torch.long, device=scores.device)
     pending = np.arange(len(keys))
-    num_candidates = _CANDIDATES_MIN
-    while len(pending):
-        num_candidates = min(num_candidates, filters.vocab_size)
+    for length in _LIST_LENGTHS:
+        num_candidates = min(length, filters.vocab_size)
         top_k = filters.top_k[pending]
         tried = pending[(top_k <= num_candidates) | (top_k == filters.vocab_size)]
+        if len(tried) == 0:
+            continue
         index = _on_device(tried, scores)
         values, ids = best_first(scores if len(tried) == len(keys) else scores[index], num_candidates)
         kept, complete = _apply_filters(values, filters.take(tried), whole[index])
         noise = _on_device(gumbel(keys[tried], ids.cpu().numpy() + _TOKEN_LANES), scores)
         winners = (values.double().masked_fill(~kept, -torch.inf) + noise).argmax(dim=-1, keepdim=True)
-        token_ids[index] = ids.gather(1, winners)[:, 0]  # overwritten where the list must grow
+        token_ids[index] = ids.gather(1, winners)[:, 0]  # overwritten where the list is too short
         pending = np.setdiff1d(pending, tried[complete.cpu().numpy()], assume_unique=True)
-        num_candidates *= 8
+    num_rows_max = max(1, _SCORES_MAX // filters.vocab_size)
+    for start in range(0, len(pending), num_rows_max):
+        rows = pending[start : start + num_rows_max]
+        index = _on_device(rows, scores)
+        token_ids[index] = _draw_from_many(scores[index], filters.take(rows), keys[rows])
     return token_ids
+
+
+def _draw_from_many(scores: torch.Tensor, filters: _Filters, keys: UInt64Array) -> torch.Tensor:
+    """A token [R] for each row of `scores` [R, V], which is used up, from what its filters keep: thousands, perhaps."""
+    ordered = _descending(scores)
+    whole = ordered.double().exp_().sum(dim=-1)
+    kept, _ = _apply_filters(ordered, filters, whole)
+    # How many are kept says which: those above the last one kept, and of those equal to it the first ones by id.
+    num_kept = kept.sum(dim=-1, keepdim=True)
+    edge = ordered.gather(1, (num_kept - 1).clamp_(min=0))
+    above, tied = scores > edge, scores == edge
+    num_tied_kept = num_kept - above.sum(dim=-1, keepdim=True)
+    kept = above | (tied & (tied.cumsum(dim=-1, dtype=torch.int32) <= num_tied_kept))
+    return _draw_from_all(scores.masked_fill_(~kept, -torch.inf), keys)
+
+
+def _descending(values: torch.Tensor) -> torch.Tensor:
+    """Each row of `values` [R, V] sorted, best first."""
+    if values.device.type == "cpu":  # numpy's sort has no indices to carry along: some twenty times as fast
+        return torch.from_numpy(-np.sort(-values.numpy(), axis=-1))
+    return values.sort(dim=-1, descending=True).values
 
 
 def _apply_filters(values: torch.Tensor, filters: _Filters, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

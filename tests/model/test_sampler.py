@@ -92,21 +92,29 @@ class Row:
             return int(values.argmax())
         with np.errstate(over="ignore"):
             scores = ((values - values.max()) / np.float32(params.temperature)).astype(np.float64)
-        if params.top_k == 0 and params.top_p >= 1 and params.min_p <= 0:
-            num_groups = -(-len(scores) // GROUP_SIZE)
-            padded = np.full(num_groups * GROUP_SIZE, -np.inf)
-            padded[: len(scores)] = scores
-            groups = padded.reshape(num_groups, GROUP_SIZE)
-            with np.errstate(divide="ignore"):
-                log_mass = np.log(np.exp(groups).sum(axis=1))
-            group = int((log_mass + gumbel(self.key, np.arange(num_groups))[0]).argmax())
-            member = (groups[group] + gumbel(self.key, np.arange(GROUP_SIZE) + (1 << 32))[0]).argmax()
-            return group * GROUP_SIZE + int(member)
+        keeps_all = params.top_k == 0 or params.top_k >= len(scores)
+        if keeps_all and params.top_p >= 1 and params.min_p <= 0:
+            return self.in_two_stages(scores)
         kept = self.kept(scores, params.top_p)
         if any(self.kept(scores, params.top_p + nudge) != kept for nudge in (-1e-5, 1e-5)) and params.top_p < 1:
             return None
+        possible = [i for i in kept if scores[i] >= math.log(np.finfo(np.float64).tiny)]
+        if 512 < params.top_k < len(scores) or (not 0 < params.top_k < len(scores) and len(possible) >= 512):
+            return self.in_two_stages(np.where(np.isin(np.arange(len(scores)), possible), scores, -np.inf))
         noise = gumbel(self.key, np.array(kept) + (2 << 32))[0]
         return kept[int((scores[kept] + noise).argmax())]
+
+    def in_two_stages(self, scores: np.ndarray) -> int:
+        """A group of ids by its mass, then one of the group."""
+        num_groups = -(-len(scores) // GROUP_SIZE)
+        padded = np.full(num_groups * GROUP_SIZE, -np.inf)
+        padded[: len(scores)] = scores
+        groups = padded.reshape(num_groups, GROUP_SIZE)
+        with np.errstate(divide="ignore"):
+            log_mass = np.log(np.exp(groups).sum(axis=1))
+        group = int((log_mass + gumbel(self.key, np.arange(num_groups))[0]).argmax())
+        member = (groups[group] + gumbel(self.key, np.arange(GROUP_SIZE) + (1 << 32))[0]).argmax()
+        return group * GROUP_SIZE + int(member)
 
 
 def rows_of(rows: list[Row]) -> SamplingRows:
@@ -209,8 +217,9 @@ def test_a_row_does_not_depend_on_its_batch(rows: list[Row], data: st.DataObject
         SamplingParams(temperature=1.5, top_k=200),
         SamplingParams(temperature=1.0, top_p=0.9),
         SamplingParams(temperature=1.3, min_p=0.02, top_p=0.97),
+        SamplingParams(temperature=3.0, top_k=600),
     ],
-    ids=["plain", "cool", "top_k", "top_p", "min_p"],
+    ids=["plain", "cool", "top_k", "top_p", "min_p", "long"],
 )
 def test_tokens_are_drawn_in_proportion_to_their_probability(params: SamplingParams) -> None:
     """Over 20,000 positions a chi-square test finds nothing against the filtered softmax distribution."""
@@ -368,3 +377,34 @@ def test_long_lists_of_candidates_are_found_too() -> None:
         expected = [row.expected() for row in rows]
         sampled = run(rows).token_ids
         assert all(e is None or e == s for e, s in zip(expected, sampled, strict=True))
+
+
+@pytest.mark.parametrize("filters", [{"top_p": 0.9999}, {"top_k": 4999}, {"min_p": 1e-6}])
+def test_a_filter_that_keeps_nearly_everything_costs_no_noise_per_token(
+    filters: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many tokens the filters keep, the noise of a row stays hundreds of numbers; equal tokens share fairly."""
+    drawn = 0
+
+    def counted(keys: np.ndarray, lanes: np.ndarray) -> np.ndarray:
+        nonlocal drawn
+        noise = gumbel(keys, lanes)
+        drawn += noise.size
+        return noise
+
+    monkeypatch.setattr("scheduler.model.sampler.gumbel", counted)
+    rows = [Row(np.zeros(5000), SamplingParams(seed=seed, **filters)) for seed in range(100)]
+    token_ids = run(rows).token_ids
+    assert drawn <= 100 * 900
+    assert len(set(token_ids)) > 90
+    assert max(token_ids) < filters.get("top_k", 5000)
+
+
+def test_one_row_at_a_time_is_drawn_like_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many long rows, or how many entries of bias, are worked on at once changes no token."""
+    biases = tuple((i, math.sin(i)) for i in range(VOCAB_SIZE))
+    rows = [Row(gaussian(s), SamplingParams(temperature=9.0, seed=s, top_p=0.999, logit_bias=biases)) for s in range(9)]
+    together = run(rows).token_ids
+    monkeypatch.setattr("scheduler.model.sampler._SCORES_MAX", 1)
+    monkeypatch.setattr("scheduler.model.sampler.LIST_ENTRIES_MAX", 100)
+    assert run(rows).token_ids == together
