@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from transformers import (
 
 from scheduler.config import EngineConfig
 from scheduler.errors import ConfigurationError, ModelUnsupportedError
+from scheduler.model import families, probe
 from scheduler.model.families import effective_max_model_len, refuse_unsupported
 from scheduler.model.loader import load_model
 from scheduler.model.probe import _masks_reason
@@ -101,6 +103,40 @@ def test_a_probe_refuses_what_no_rule_foresees(family: str, tmp_path: Path) -> N
     with pytest.raises(ModelUnsupportedError, match=f"model family {family} is not supported") as caught:
         load_model(EngineConfig(model=directory, max_model_len=64))
     assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("mistral", "window of 100"),
+        ("gemma2", "wants softcap"),
+        ("gemma3_text", "window of 32"),
+        ("gpt_oss", "window of 128"),
+        ("mamba", "attention interface"),
+        ("deepseek_v3", "keys and values differ"),
+    ],
+)
+def test_the_probe_alone_would_have_refused(
+    family: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Were a rule missing, as it will be for a family of tomorrow, the probe sees what the model hands over."""
+    monkeypatch.setattr(families, "_RULES", ())
+    config = copy.deepcopy(REFUSED_BY_CONFIGURATION[family][0])
+    if family == "gemma2":
+        config.sliding_window = 256
+    directory = save_model(config, tmp_path)
+    with pytest.raises(ModelUnsupportedError, match=reason):
+        load_model(EngineConfig(model=directory, max_model_len=200))
+
+
+def test_a_window_that_only_the_mask_knows_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window that is not handed to the attention function shows in the mask that the model asks for."""
+    monkeypatch.setattr(families, "_RULES", ())
+    monkeypatch.setattr(probe, "_options_reason", lambda *_: None)
+    directory = save_model(MISTRAL, tmp_path)
+    with pytest.raises(ModelUnsupportedError, match="mask is not the causal one"):
+        load_model(EngineConfig(model=directory))
+    load_model(EngineConfig(model=directory, max_model_len=100))
 
 
 @pytest.mark.parametrize("family", NEVER_SEEN)
