@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
+import grpc
+
 from tests.e2e.harness import Generation, ReflectionClient
 
 BEGIN_TIMEOUT_S = 120.0
@@ -38,6 +40,18 @@ def endless(text: str, max_tokens: int = 2000) -> dict[str, Any]:
         "stopping": {"max_tokens": max_tokens, "ignore_eos": True},
         "output": {"token_ids": True},
     }
+
+
+def call_until_gone(client: ReflectionClient, channel: grpc.Channel, text: str) -> list[Generation]:
+    """New calls to a server that is about to end, each made as soon as the one before has its answer. The last one
+    found nobody; all others were refused for a reason.
+    """
+    deadline = time.monotonic() + END_TIMEOUT_S
+    calls: list[Generation] = []
+    while not calls or calls[-1].status.reason is not None:
+        assert time.monotonic() < deadline, "the server answers calls and does not end"
+        calls.append(client.generate(channel=channel, timeout_s=END_TIMEOUT_S, **endless(text, max_tokens=1)))
+    return calls
 
 
 class Crowd:

@@ -22,7 +22,7 @@ from typing import Any
 import grpc
 import pytest
 
-from tests.e2e.crowd import MAX_NUM_SEQS, SMALL, Crowd, endless
+from tests.e2e.crowd import MAX_NUM_SEQS, SMALL, Crowd, call_until_gone, endless
 from tests.e2e.faults import FaultFile, line_of_injected_error
 from tests.e2e.harness import Generation, Health, ReflectionClient, Server
 
@@ -138,7 +138,7 @@ async def _die(kind: Kind, num_streams: int, folder: Path) -> Aftermath:
                 begun_s = time.monotonic()
                 kind.act(server, fault)
                 await asyncio.wait_for(crowd.first_end.wait(), LIMIT_S)
-                probes = asyncio.create_task(asyncio.to_thread(_probe_until_gone, client, other_channel))
+                probes = asyncio.create_task(asyncio.to_thread(call_until_gone, client, other_channel, CANARY))
                 streams = await crowd.until_ended(LIMIT_S)
             exit_status = await asyncio.to_thread(server.wait, LIMIT_S)
             exit_s = time.monotonic() - begun_s
@@ -163,16 +163,6 @@ async def _die(kind: Kind, num_streams: int, folder: Path) -> Aftermath:
             )
     finally:
         await asyncio.to_thread(server.kill)
-
-
-def _probe_until_gone(client: ReflectionClient, channel: grpc.Channel) -> list[Generation]:
-    """New calls, each as soon as the one before has its answer."""
-    deadline = time.monotonic() + LIMIT_S
-    probes = []
-    while not probes or probes[-1].status.reason is not None:
-        assert time.monotonic() < deadline, "the server answers calls and does not end"
-        probes.append(client.generate(channel=channel, timeout_s=LIMIT_S, **endless(CANARY, max_tokens=1)))
-    return probes
 
 
 def _is_free(address: str) -> bool:
@@ -333,7 +323,7 @@ def test_an_engine_that_fails_and_lingers(start_server: Callable[..., Server], t
                 await asyncio.wait_for(crowd.first_end.wait(), LIMIT_S)
                 server.signal(signal.SIGTERM)
                 state = health.check("readiness")
-                probes = await asyncio.to_thread(_probe_until_gone, client, other_channel)
+                probes = await asyncio.to_thread(call_until_gone, client, other_channel, CANARY)
                 return await crowd.until_ended(), state, probes
 
     streams, state, probes = asyncio.run(die())

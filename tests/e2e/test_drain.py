@@ -7,12 +7,14 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
 
 import grpc
 import pytest
 
-from tests.e2e.crowd import MAX_NUM_SEQS, SMALL, Crowd, endless
-from tests.e2e.harness import Generation, ReflectionClient, Server
+from tests.e2e.crowd import MAX_NUM_SEQS, SMALL, Crowd, call_until_gone, endless
+from tests.e2e.harness import Generation, Health, ReflectionClient, Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -102,21 +104,43 @@ def test_ctrl_c_drains(start_server: Callable[..., Server]) -> None:
     expect_clean_stop(server)
 
 
-def _cut(server: Server, signals: int) -> tuple[list[Generation], float]:
-    """Streams with far too much to say, and stop signals; the streams and the time from the last signal to the end."""
+@dataclass
+class Cut:
+    """A server that was told to stop while its streams had far too much to say."""
 
-    async def stop() -> tuple[list[Generation], float]:
-        with ReflectionClient(server.address) as client:
+    streams: list[Generation]
+    refused: list[Generation]
+    """New calls from then on, until nobody answered."""
+    exit_s: float
+    """From the last signal."""
+
+    def expect_all_told(self) -> None:
+        """Streams and new calls alike are UNAVAILABLE, to the last moment: never CANCELLED, which nobody retries."""
+        *refused, last = self.refused
+        for call in self.streams + refused:
+            call.expect(UNAVAILABLE, "DRAINING")
+        assert refused
+        last.expect(UNAVAILABLE)
+
+
+def _cut(server: Server, num_signals: int) -> Cut:
+    async def stop() -> Cut:
+        with ReflectionClient(server.address) as client, closing(client.new_channel()) as other_channel:
+            assert Health(other_channel).check() == "SERVING"
             async with Crowd(client, 3, lambda number: endless(_story(number))) as crowd:
                 await crowd.until_begun(3)
-                for count in range(signals):
+                server.signal(signal.SIGTERM)
+                await asyncio.to_thread(server.wait_for_log, "draining")
+                refused = asyncio.create_task(
+                    asyncio.to_thread(call_until_gone, client, other_channel, "Too late to begin")
+                )
+                if num_signals == 2:
                     server.signal(signal.SIGTERM)
-                    if count == 0:
-                        await asyncio.to_thread(server.wait_for_log, "draining")
                 signalled_s = time.monotonic()
                 streams = await crowd.until_ended()
             await asyncio.to_thread(server.wait, LIMIT_S)
-            return streams, time.monotonic() - signalled_s
+            exit_s = time.monotonic() - signalled_s
+            return Cut(streams, await refused, exit_s)
 
     return asyncio.run(stop())
 
@@ -124,20 +148,18 @@ def _cut(server: Server, signals: int) -> tuple[list[Generation], float]:
 def test_a_second_signal_does_not_wait(start_server: Callable[..., Server]) -> None:
     """After a second SIGTERM the streams are told UNAVAILABLE and the process ends, whatever grace is left."""
     server = start_server(drain_grace=3600, **SMALL)
-    streams, exit_s = _cut(server, signals=2)
-    print(f"exit {exit_s:.3f} s after the second signal")
-    for stream in streams:
-        stream.expect(UNAVAILABLE, "DRAINING")
+    cut = _cut(server, num_signals=2)
+    print(f"exit {cut.exit_s:.3f} s after the second signal; {len(cut.refused)} calls refused meanwhile")
+    cut.expect_all_told()
     expect_clean_stop(server)
 
 
 def test_the_grace_ends(start_server: Callable[..., Server]) -> None:
     """Streams that are not done when --drain-grace is over end UNAVAILABLE, and the stop is a clean one."""
     server = start_server(drain_grace=0.5, **SMALL)
-    streams, exit_s = _cut(server, signals=1)
-    print(f"exit {exit_s:.3f} s after the signal, with 0.5 s of grace")
-    for stream in streams:
-        stream.expect(UNAVAILABLE, "DRAINING")
+    cut = _cut(server, num_signals=1)
+    print(f"exit {cut.exit_s:.3f} s after the signal, of which 0.5 s are grace; {len(cut.refused)} calls refused")
+    cut.expect_all_told()
     expect_clean_stop(server)
 
 
