@@ -116,9 +116,10 @@ class SequenceControls:
 class InputBatch:
     """All sequences the runner knows: running ones, and preempted ones that wait with their token ids."""
 
-    def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+    def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int, vocab_size: int) -> None:
         """`max_num_seqs` sizes the arrays at first; preempted sequences beyond it make them grow."""
         self.block_size = block_size
+        self._vocab_size = vocab_size
         # One past the limit: a sequence that reaches it may have one more token sampled.
         self._max_num_tokens = max_model_len + 1
         max_num_blocks = -(-self._max_num_tokens // block_size)
@@ -129,11 +130,6 @@ class InputBatch:
         self._block_table = np.zeros((max_num_seqs, max_num_blocks), dtype=np.int32)
         self._controls: list[SequenceControls | None] = [None] * max_num_seqs
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
-
-    @property
-    def num_known_seqs(self) -> int:
-        """Sequences given and not yet finished."""
-        return len(self._slot_of)
 
     def token_ids(self, seq_id: int) -> list[int]:
         """Prompt and output tokens of a known sequence, in order."""
@@ -202,13 +198,15 @@ class InputBatch:
 
     def _controls_of(self, new: NewSequence, token_ids: Int32Array) -> SequenceControls:
         sampling, stopping = new.sampling, new.stopping
+        stop_ids = _distinct((*stopping.eos_token_ids, *stopping.stop_token_ids))
         prompt_ids, output_ids = token_ids[: new.num_prompt_tokens], token_ids[new.num_prompt_tokens :]
         return SequenceControls(
             sampling=sampling,
             allowed_ids=_distinct(sampling.allowed_token_ids),
             bias_ids=np.array([token_id for token_id, _ in sampling.logit_bias], dtype=np.int64),
             bias_values=np.array([value for _, value in sampling.logit_bias], dtype=np.float64),
-            stop_ids=_distinct((*stopping.eos_token_ids, *stopping.stop_token_ids)),
+            # A model's files may name an EOS that its vocabulary lacks: it is never sampled, nor can it be masked.
+            stop_ids=stop_ids[(stop_ids >= 0) & (stop_ids < self._vocab_size)],
             token_counts=TokenCounts(prompt_ids, output_ids) if has_penalties(sampling) else None,
         )
 

@@ -20,7 +20,6 @@ class PagedKVCache:
             raise ValueError(f"a KV pool needs layers and blocks, not {num_layers} and {num_blocks}")
         self.block_size = backend.block_size
         self.num_blocks = num_blocks
-        self.num_bytes = num_bytes_per_block(backend, num_layers) * num_blocks
         self.layers: tuple[LayerCache, ...] = tuple(backend.allocate_layer(num_blocks) for _ in range(num_layers))
 
 

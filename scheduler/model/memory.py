@@ -31,13 +31,26 @@ class PoolRequest:
     """What `max_num_seqs` sequences of `max_model_len` tokens can hold; more would never be used."""
     budget_bytes: int
     """What the measurement leaves for the pool; used where no flag overrides it."""
+    available_bytes: int | None
+    """What the device can give at all, the largest step being set aside: the bound of what a flag may ask for."""
 
 
 def decide_num_kv_blocks(config: EngineConfig, request: PoolRequest) -> int:
     """Blocks in the pool: `num_kv_blocks` if set, else `kv_cache_memory_bytes`, else the measured budget.
 
-    Raises ConfigurationError if a flag leaves no block, StartupError if the machine does.
+    Raises ConfigurationError if a flag leaves no block, StartupError if the machine does or lacks what they want.
     """
+    num_blocks = _wanted_num_kv_blocks(config, request)
+    num_bytes = num_blocks * request.num_bytes_per_block
+    if request.available_bytes is not None and num_bytes > request.available_bytes:
+        raise StartupError(
+            f"the KV pool of {num_blocks} blocks does not fit into memory: it takes {num_bytes >> 20} MiB, "
+            f"{max(request.available_bytes, 0) >> 20} MiB are left beside weights and activations"
+        )
+    return num_blocks
+
+
+def _wanted_num_kv_blocks(config: EngineConfig, request: PoolRequest) -> int:
     if config.num_kv_blocks is not None:
         if config.num_kv_blocks < 1:
             raise ConfigurationError(f"--num-kv-blocks must be at least 1, not {config.num_kv_blocks}")
@@ -70,6 +83,15 @@ def pool_budget_bytes(config: EngineConfig, device: torch.device, step_peak_byte
     if available is None:
         return KV_POOL_CPU_BYTES_MAX // 2
     return min(KV_POOL_CPU_BYTES_MAX, int((available - step_peak_bytes) * KV_POOL_CPU_SHARE))
+
+
+def available_device_bytes(device: torch.device, step_peak_bytes: int) -> int | None:
+    """Bytes that `device` can still give with `step_peak_bytes` set aside; None where the system does not say."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) - step_peak_bytes
+    available = available_host_bytes()
+    return None if available is None else available - step_peak_bytes
 
 
 def available_host_bytes(root: Path = Path("/")) -> int | None:

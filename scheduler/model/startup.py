@@ -18,7 +18,7 @@ import torch
 
 from scheduler.config import EngineConfig
 from scheduler.core.output import NewSequence, StepPlan
-from scheduler.errors import ConfigurationError, StartupError
+from scheduler.errors import StartupError
 from scheduler.messages import SamplingParams, StoppingParams
 from scheduler.model.attention.base import AttentionBackend
 from scheduler.model.attention.registry import choose_backend
@@ -26,13 +26,24 @@ from scheduler.model.families import unsupported
 from scheduler.model.input_batch import InputBatch
 from scheduler.model.kv_cache import PagedKVCache, num_bytes_per_block
 from scheduler.model.loader import LoadedModel, load_model, use_threads
-from scheduler.model.memory import PoolRequest, decide_num_kv_blocks, measure_peak_bytes, pool_budget_bytes
+from scheduler.model.memory import (
+    PoolRequest,
+    available_device_bytes,
+    decide_num_kv_blocks,
+    measure_peak_bytes,
+    pool_budget_bytes,
+)
 from scheduler.model.model_runner import ModelRunner, RunnerInfo
 from scheduler.model.paged_attention import SERVING, PagedAttention, attach, set_implementation
+from scheduler.model.sampler import LIST_ENTRIES_MAX
 
 SELF_CHECK_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.25}
 """Largest difference of a logit allowed, in standard deviations of the logits: far above rounding (1e-5 in float32),
 far below what a wrong mask, position or neighbour does (about 1)."""
+
+LIST_ENTRY_BYTES = {"cpu": 64, "cuda": 20}
+"""What a token in both lists of a request (allowed tokens and bias) takes of a device's memory: on a CPU its entries
+and the step's copy of them, on a GPU their indices and logits while they are applied."""
 
 _SELF_CHECK_CHUNKS = ((16, 10), (8, 6))
 """Tokens of two sequences in two steps: chunks, neighbours and pages that begin and end inside a step."""
@@ -43,7 +54,6 @@ def load_model_runner(engine_config: EngineConfig, on_progress: Callable[[str], 
 
     Raises ConfigurationError (ModelUnsupportedError among them) or StartupError, each with one clear line.
     """
-    _check_limits(engine_config)
     num_threads = use_threads(engine_config.num_threads)
     on_progress("weights")
     loaded = load_model(engine_config)
@@ -85,7 +95,10 @@ class _Assembly:
             attention=self.attention,
             kv_cache=PagedKVCache(backend, num_layers=len(loaded.attention.modules), num_blocks=num_kv_blocks),
             batch=InputBatch(
-                max_num_seqs=self.config.max_num_seqs, max_model_len=max_model_len, block_size=backend.block_size
+                max_num_seqs=self.config.max_num_seqs,
+                max_model_len=max_model_len,
+                block_size=backend.block_size,
+                vocab_size=loaded.vocab_size,
             ),
             info=RunnerInfo(
                 model_type=loaded.model_type,
@@ -100,16 +113,6 @@ class _Assembly:
                 max_num_seqs=self.config.max_num_seqs,
                 max_num_batched_tokens=self.config.max_num_batched_tokens,
             ),
-        )
-
-
-def _check_limits(config: EngineConfig) -> None:
-    if config.max_num_seqs < 1:
-        raise ConfigurationError(f"--max-num-seqs must be at least 1, not {config.max_num_seqs}")
-    if config.max_num_batched_tokens < config.max_num_seqs:
-        raise ConfigurationError(
-            f"--max-num-batched-tokens {config.max_num_batched_tokens} is less than "
-            f"--max-num-seqs {config.max_num_seqs}"
         )
 
 
@@ -175,7 +178,7 @@ def _chunked_logits(
     batch = runner._batch  # noqa: SLF001 - startup is the runner's own first step
     blocks = iter(reversed(range(sum(num_blocks))))  # neither in order nor from 0
     new = [
-        _new_sequence(seq_id, ids.tolist(), [next(blocks) for _ in range(count)])
+        _new_sequence(seq_id, ids.tolist(), [next(blocks) for _ in range(count)], _typical_sampling(seq_id))
         for seq_id, (ids, count) in enumerate(zip(token_ids, num_blocks, strict=True))
     ]
     logits: list[list[torch.Tensor]] = [[] for _ in token_ids]
@@ -211,17 +214,40 @@ def _measured_num_kv_blocks(assembly: _Assembly) -> int:
         num_bytes_per_block=num_bytes_per_block(backend, len(loaded.attention.modules)),
         num_blocks_useful_max=config.max_num_seqs * blocks_per_seq_max,
         budget_bytes=pool_budget_bytes(config, loaded.device, step_peak_bytes),
+        available_bytes=available_device_bytes(loaded.device, step_peak_bytes),
     )
     return decide_num_kv_blocks(config, request)
 
 
 def _step_peak_bytes(assembly: _Assembly) -> int:
-    """Memory that the largest step takes; its scratch pool is gone when this returns."""
+    """Memory that the largest step takes; its scratch pool is gone when this returns.
+
+    Every sequence asks for what takes most memory. Lists over the whole vocabulary are given to as many as keeps the
+    start short, and counted for the others.
+    """
     loaded, block_size = assembly.loaded, assembly.backend.block_size
     lengths = _largest_step(assembly.config, loaded.max_model_len)
     runner = assembly.runner(sum(-(-length // block_size) for length in lengths), loaded.max_model_len)
-    plan = _prefill_plan(lengths, block_size)
-    return measure_peak_bytes(lambda: runner.execute(plan), loaded.device)
+    listed = max(1, LIST_ENTRIES_MAX // loaded.vocab_size)
+    dearest = _dearest_sampling(loaded.vocab_size)
+    unlisted = replace(dearest, logit_bias=(), allowed_token_ids=())
+    plan = _prefill_plan(lengths, block_size, lambda seq: dearest if seq < listed else unlisted)
+    peak_bytes = measure_peak_bytes(lambda: runner.execute(plan), loaded.device)
+    num_unlisted = max(0, len(lengths) - listed)
+    return peak_bytes + num_unlisted * loaded.vocab_size * LIST_ENTRY_BYTES[loaded.device.type]
+
+
+def _dearest_sampling(vocab_size: int) -> SamplingParams:
+    """The options that make the sampler take most memory: each there is, over as many tokens as it can have."""
+    return SamplingParams(
+        temperature=100.0,
+        top_p=0.999,
+        top_k=max(1, vocab_size - 1),
+        repetition_penalty=1.1,
+        logit_bias=tuple((token_id, 1.0) for token_id in range(vocab_size)),
+        allowed_token_ids=tuple(range(vocab_size)),
+        num_logprobs=20,
+    )
 
 
 def _largest_step(config: EngineConfig, max_model_len: int) -> list[int]:
@@ -256,8 +282,14 @@ def _warm_up(runner: ModelRunner) -> None:
         runner.execute(StepPlan(0, (), (), (), 0, finished_seq_ids=seq_ids))
 
 
-def _prefill_plan(lengths: Sequence[int], block_size: int) -> StepPlan:
-    """Sequences of these lengths at once, sampled with everything that takes memory."""
+def _typical_sampling(_seq: int) -> SamplingParams:
+    return SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1, num_logprobs=1)
+
+
+def _prefill_plan(
+    lengths: Sequence[int], block_size: int, sampling_of: Callable[[int], SamplingParams] = _typical_sampling
+) -> StepPlan:
+    """Sequences of these lengths at once, all of them sampled."""
     ends = np.cumsum([-(-length // block_size) for length in lengths]).tolist()
     return StepPlan(
         step_id=0,
@@ -266,19 +298,21 @@ def _prefill_plan(lengths: Sequence[int], block_size: int) -> StepPlan:
         sampled_seq_ids=range(len(lengths)),
         num_batched_tokens=sum(lengths),
         new=[
-            _new_sequence(seq, [0] * length, range(start, end))
+            _new_sequence(seq, [0] * length, range(start, end), sampling_of(seq))
             for seq, (length, start, end) in enumerate(zip(lengths, [0, *ends], ends, strict=False))
         ],
     )
 
 
-def _new_sequence(seq_id: int, token_ids: Sequence[int], block_ids: Sequence[int]) -> NewSequence:
+def _new_sequence(
+    seq_id: int, token_ids: Sequence[int], block_ids: Sequence[int], sampling: SamplingParams
+) -> NewSequence:
     return NewSequence(
         seq_id=seq_id,
         index=0,
         token_ids=token_ids,
         num_prompt_tokens=len(token_ids),
-        sampling=SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1, num_logprobs=1),
+        sampling=sampling,
         stopping=StoppingParams(max_tokens=1),
         block_ids=block_ids,
         num_computed_tokens=0,

@@ -44,7 +44,7 @@ def new_sequence(seq_id: int, num_tokens: int, blocks: tuple[int, ...], **change
 
 def test_the_flat_row_is_laid_out_as_the_plan_says() -> None:
     """Tokens, positions, slots, lengths and sampled rows of a mixed step, written out."""
-    batch = InputBatch(max_num_seqs=4, max_model_len=40, block_size=4)
+    batch = InputBatch(max_num_seqs=4, max_model_len=40, block_size=4, vocab_size=1000)
     first = new_sequence(1, 6, (7, 2))
     second = new_sequence(2, 9, (5, 9, 1), num_computed_tokens=4)
     plan = StepPlan(0, (2, 1), (3, 6), (1,), 9, new=(first, second))
@@ -69,7 +69,7 @@ def test_the_flat_row_is_laid_out_as_the_plan_says() -> None:
 
 def test_only_who_asks_is_listed() -> None:
     """Ragged controls hold the rows that ask and no others, and min_tokens ends when it is reached."""
-    batch = InputBatch(max_num_seqs=4, max_model_len=40, block_size=4)
+    batch = InputBatch(max_num_seqs=4, max_model_len=40, block_size=4, vocab_size=1000)
     asking = SamplingParams(
         temperature=0.0, logit_bias=((3, 1.0), (9, -1.0)), allowed_token_ids=(9, 3, 9), presence_penalty=1.0
     )
@@ -100,9 +100,22 @@ def test_only_who_asks_is_listed() -> None:
     assert batch.sampling_rows(batch.build(plan)).forbidden is None
 
 
+def test_stop_tokens_beyond_the_vocabulary_are_not_masked() -> None:
+    """An EOS or stop id without a row of logits is dropped when its sequence is placed; the sampler never sees it."""
+    batch = InputBatch(max_num_seqs=4, max_model_len=40, block_size=4, vocab_size=1000)
+    mixed = StoppingParams(max_tokens=10, min_tokens=5, eos_token_ids=(1000, 999), stop_token_ids=(2**31, 7))
+    beyond = StoppingParams(max_tokens=10, min_tokens=5, eos_token_ids=(1000,))
+    new = (new_sequence(1, 2, (0,), stopping=mixed), new_sequence(2, 2, (1,), stopping=beyond))
+    plan = StepPlan(0, (1, 2), (2, 2), (1, 2), 4, new=new)
+    batch.apply(plan)
+    forbidden = batch.sampling_rows(batch.build(plan)).forbidden
+    assert forbidden is not None
+    assert (forbidden.rows.tolist(), forbidden.ids.tolist()) == ([0, 0], [7, 999])
+
+
 def test_without_controls_nothing_is_listed() -> None:
     """A batch of plain greedy sequences is known to be one, so the sampler takes its short way."""
-    batch = InputBatch(max_num_seqs=4, max_model_len=40, block_size=4)
+    batch = InputBatch(max_num_seqs=4, max_model_len=40, block_size=4, vocab_size=1000)
     plan = StepPlan(0, (1,), (2,), (1,), 2, new=(new_sequence(1, 2, (0,)),))
     batch.apply(plan)
     assert batch.sampling_rows(batch.build(plan)).plain_greedy
@@ -110,7 +123,7 @@ def test_without_controls_nothing_is_listed() -> None:
 
 def test_a_sequence_cannot_be_new_twice_nor_longer_than_the_context() -> None:
     """Both are our bugs."""
-    batch = InputBatch(max_num_seqs=4, max_model_len=40, block_size=4)
+    batch = InputBatch(max_num_seqs=4, max_model_len=40, block_size=4, vocab_size=1000)
     batch.apply(StepPlan(0, (), (), (), 0, new=(new_sequence(1, 2, (0,)),)))
     for wrong in (new_sequence(1, 2, (0,)), new_sequence(2, 41, tuple(range(11)))):
         with pytest.raises(AssertionError):

@@ -198,7 +198,7 @@ def test_more_sequences_than_seats_are_remembered(driver: Driver, model_dir: Mod
         assert_exact(model_dir("llama"), driver.tokens[seq_id], len(prompt))
     driver.add(99, [3])
     driver.decode([99], 1)
-    assert driver.runner._batch.num_known_seqs == 1
+    assert len(driver.runner._batch._slot_of) == 1
 
 
 def test_a_sequence_may_fill_its_whole_context(driver: Driver, model_dir: ModelDir) -> None:
@@ -245,7 +245,7 @@ def test_an_empty_step_only_changes_state(driver: Driver) -> None:
     driver.finish(1)
     result = driver.step({})
     assert list(result.sampled_token_ids) == []
-    assert driver.runner._batch.num_known_seqs == 0
+    assert len(driver.runner._batch._slot_of) == 0
 
 
 def test_two_runners_share_nothing(model_dir: ModelDir) -> None:

@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from scheduler.config import EngineConfig
+from scheduler.core.output import StepPlan
 from scheduler.errors import ConfigurationError, ModelUnsupportedError, StartupError
 from scheduler.model import startup
 from scheduler.model.attention.reference import ReferenceBackend
 from scheduler.model.kv_cache import num_bytes_per_block
-from tests.model.tiny import Driver, load, random_ids
+from scheduler.model.model_runner import ModelRunner
+from tests.model.tiny import VOCAB_SIZE, Driver, load, random_ids
 
 ModelDir = Callable[[str], str]
 
@@ -24,7 +26,7 @@ def test_the_runner_tells_what_it_holds(model_dir: ModelDir) -> None:
     assert (info.model_type, info.dtype, info.device, info.attention_backend) == ("llama", "float32", "cpu", "cpu")
     assert (info.block_size, info.num_kv_blocks, info.max_model_len) == (16, 64, 200)
     assert (info.max_num_seqs, info.max_num_batched_tokens) == (8, 64)
-    assert runner._batch.num_known_seqs == 0
+    assert len(runner._batch._slot_of) == 0
 
 
 def test_every_stage_is_announced_as_it_begins(model_dir: ModelDir) -> None:
@@ -67,8 +69,6 @@ def test_the_pool_follows_its_flags(model_dir: ModelDir) -> None:
 def test_limits_that_cannot_be_served_are_refused(model_dir: ModelDir) -> None:
     """Contradictory or empty limits are configuration errors."""
     for flags in (
-        {"max_num_seqs": 0},
-        {"max_num_seqs": 65},
         {"num_kv_blocks": 0},
         {"num_kv_blocks": None, "kv_cache_memory_bytes": 100},
         {"attention_backend": "none of these"},
@@ -85,6 +85,37 @@ def test_too_little_memory_is_a_failure_to_start(model_dir: ModelDir, monkeypatc
         load(model_dir("llama"), num_kv_blocks=None)
     with pytest.raises(StartupError, match="does not fit into memory"):
         load(model_dir("llama"), num_kv_blocks=2**40)
+
+
+@pytest.mark.parametrize("flags", [{"num_kv_blocks": 64}, {"num_kv_blocks": None, "kv_cache_memory_bytes": 400_000}])
+def test_a_flag_cannot_ask_for_memory_that_is_not_there(
+    model_dir: ModelDir, monkeypatch: pytest.MonkeyPatch, flags: dict[str, int]
+) -> None:
+    """A pool that the flags size is held against what is free before it is claimed: pages come only when they are used,
+    so the allocation itself would succeed and the engine be killed later."""
+    monkeypatch.setattr(startup, "available_device_bytes", lambda *_: 300_000)
+    with pytest.raises(StartupError, match="does not fit into memory"):
+        load(model_dir("llama"), **flags)
+    monkeypatch.setattr(startup, "available_device_bytes", lambda *_: None)
+    load(model_dir("llama"), **flags)
+
+
+def test_the_measured_step_asks_for_all_there_is(model_dir: ModelDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every seat has long filters and the most logprobs, some lists of the whole vocabulary; the others are counted."""
+    plans: list[StepPlan] = []
+    peaks: list[int] = []
+    monkeypatch.setattr(startup, "LIST_ENTRIES_MAX", 3 * VOCAB_SIZE)
+    execute, budget = ModelRunner.execute, startup.pool_budget_bytes
+    monkeypatch.setattr(ModelRunner, "execute", lambda self, plan: plans.append(plan) or execute(self, plan))
+    monkeypatch.setattr(startup, "measure_peak_bytes", lambda step, _: step() and 1000)
+    monkeypatch.setattr(startup, "pool_budget_bytes", lambda *rest: peaks.append(rest[-1]) or budget(*rest))
+    load(model_dir("llama"))
+    sampling = [new.sampling for new in plans[0].new]
+    assert len(sampling) == 8
+    assert {(s.temperature, s.top_k, s.top_p, s.num_logprobs) for s in sampling} == {(100, VOCAB_SIZE - 1, 0.999, 20)}
+    assert [len(s.logit_bias) for s in sampling] == [VOCAB_SIZE] * 3 + [0] * 5
+    assert [len(s.allowed_token_ids) for s in sampling] == [VOCAB_SIZE] * 3 + [0] * 5
+    assert peaks == [1000 + 5 * VOCAB_SIZE * startup.LIST_ENTRY_BYTES["cpu"]]
 
 
 class _ForgetfulBackend(ReferenceBackend):
