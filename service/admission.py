@@ -5,7 +5,7 @@ queue. A place is taken by `admit` and given back by the ticket's `close`; betwe
 until its first output. The clock is handed in.
 
 The expected wait, told as pushback with QUEUE_FULL, is the number of waiting requests over the recent rate of first
-outputs (Little's law).
+outputs, measured since the queue was last empty (Little's law).
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class Ticket:
         self.is_waiting = True
 
     def add_tokens(self, num_tokens: int) -> None:
-        """Now that the prompt is tokenized: what it adds to the queue. Raises QueueFullError."""
+        """Of its prompt, or entries of options as long as a vocabulary: what it adds to the queue, as soon as it is
+        known. Raises QueueFullError.
+        """
         self._admission.add_tokens(self, num_tokens)
 
     def started(self) -> None:
@@ -63,11 +65,13 @@ class Admission:
         *,
         max_queue_requests: int,
         max_queue_tokens: int,
+        max_live_requests: int,
         clock: Callable[[], float],
         make_refusal: Callable[[], CallError],
     ) -> None:
         self._max_queue_requests = max_queue_requests
         self._max_queue_tokens = max_queue_tokens
+        self._max_live_requests = max_live_requests
         self._clock = clock
         self._make_refusal: Callable[[], CallError] | None = make_refusal
         self._live: dict[str, Ticket] = {}
@@ -102,21 +106,24 @@ class Admission:
         Raises:
             CallError: the refusal, while shut.
             DuplicateRequestIdError: a live call has this label.
-            QueueFullError: too many wait.
+            QueueFullError: too many wait, or are live at all (answers that are read slowly are).
         """
         self.check_open()
         if label in self._live:
             raise DuplicateRequestIdError
-        if self.num_waiting >= self._max_queue_requests:
+        if self.num_waiting >= self._max_queue_requests or len(self._live) >= self._max_live_requests:
             raise QueueFullError(self.retry_after_s())
+        if not self.num_waiting:
+            self._start_times.clear()  # the rate is that of this queue; time without one would make it look slow
         ticket = self._live[label] = Ticket(self, label)
         self.num_waiting += 1
         self.idle.clear()
         return ticket
 
     def add_tokens(self, ticket: Ticket, num_tokens: int) -> None:
-        """A prompt longer than the whole bound is let in when nobody else waits: its limit is another."""
-        if self.num_waiting_tokens and self.num_waiting_tokens + num_tokens > self._max_queue_tokens:
+        """What is longer than the whole bound is let in when nobody else waits: its limit is another."""
+        others = self.num_waiting_tokens - ticket.num_tokens
+        if others and self.num_waiting_tokens + num_tokens > self._max_queue_tokens:
             raise QueueFullError(self.retry_after_s())
         ticket.num_tokens += num_tokens
         self.num_waiting_tokens += num_tokens

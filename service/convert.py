@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
 
 from emberline.v1 import inference_pb2, tokenizer_pb2
 from scheduler.messages import FinishReason, SamplingParams, StoppingParams, Submit, TokenLogprobs
@@ -156,6 +157,11 @@ def generate_request(
     )
 
 
+def num_option_entries(message: inference_pb2.GenerateRequest) -> int:
+    """Entries of the options that may be as long as the vocabulary; looks at none of them."""
+    return len(message.sampling.logit_bias) + len(message.sampling.allowed_token_ids)
+
+
 def to_submit(
     request: GenerateRequest,
     *,
@@ -164,12 +170,13 @@ def to_submit(
     eos_token_ids: Sequence[int],
     limits: Limits,
 ) -> Submit:
-    """Settles what only the tokenized prompt can tell. Raises InvalidRequestError if it is empty or too long, or if
-    nothing could be sampled.
+    """Settles what only the tokenized prompt can tell. Raises InvalidRequestError if it is empty or too long or has
+    tokens that the model lacks, or if nothing could be sampled.
 
     An absent max_tokens becomes the limit of outputs; the engine ends a sequence that fills the context before.
     """
-    eos = () if request.ignore_eos else tuple(eos_token_ids)
+    # A model's files may name an id that its vocabulary lacks; no engine could mask or sample it.
+    eos = () if request.ignore_eos else tuple(token_id for token_id in eos_token_ids if token_id < limits.vocab_size)
     submit = Submit(
         request_id=engine_request_id,
         prompt_token_ids=tuple(prompt_token_ids),
@@ -186,29 +193,12 @@ def to_submit(
         cache_bypass=request.cache_bypass,
     )
     check = _Check()
-    _check_lengths(check, submit, _prompt_field(request.prompt), limits)
+    _check_prompt(check, submit, _prompt_field(request.prompt), limits)
     allowed = request.sampling.allowed_token_ids
     if allowed and request.min_tokens and set(allowed) <= {*eos, *request.stop_token_ids}:
         check.fail("sampling.allowed_token_ids", "min_tokens leaves none of them to sample: all of them stop")
     check.settle()
     return submit
-
-
-def finish_of_resumed(submit: Submit) -> tuple[FinishReason, int | None] | None:
-    """How the sequence had already ended with its resumed tokens: EOS or STOP_TOKEN with that token; MAX_TOKENS.
-    None: it goes on, or the context is full, which the engine tells.
-    """
-    stopping, resumed = submit.stopping, submit.resume_token_ids
-    if not resumed:
-        return None
-    if len(resumed) > stopping.min_tokens:
-        if resumed[-1] in stopping.eos_token_ids:
-            return FinishReason.EOS, resumed[-1]
-        if resumed[-1] in stopping.stop_token_ids:
-            return FinishReason.STOP_TOKEN, resumed[-1]
-    if len(resumed) >= stopping.max_tokens:
-        return FinishReason.MAX_TOKENS, None
-    return None
 
 
 def tokenize_request(
@@ -276,9 +266,9 @@ def finish(
     )
 
 
-def _or(message: object, field: str, *, default: bool) -> bool:
+def _or(message: Message, field: str, *, default: bool) -> bool:
     """An optional flag, or its default where that is not false."""
-    return bool(getattr(message, field)) if message.HasField(field) else default  # type: ignore[attr-defined]
+    return bool(getattr(message, field)) if message.HasField(field) else default
 
 
 def _text(text: str, encode: inference_pb2.EncodeOptions) -> TextInput:
@@ -290,6 +280,9 @@ def _prompt(check: _Check, message: inference_pb2.GenerateRequest, limits: Limit
     if message.HasField("encode"):
         check.that(kind == "text", "encode", "only with text")
     if kind == "text":
+        most = limits.max_text_bytes
+        if most is not None and (num_bytes := len(message.text.encode())) > most:
+            check.fail("text", f"{num_bytes} bytes; {limits.max_prompt_tokens} tokens are at most {most}")
         return _text(message.text, message.encode)
     if kind == "chat":
         return _chat(check, message.chat, limits)
@@ -439,16 +432,15 @@ def _prompt_field(prompt: PromptInput) -> str:
             return "token_ids.ids"
 
 
-def _check_lengths(check: _Check, submit: Submit, field: str, limits: Limits) -> None:
-    num_prompt = len(submit.prompt_token_ids)
-    num_tokens = num_prompt + len(submit.resume_token_ids)
-    if num_prompt == 0:
+def _check_prompt(check: _Check, submit: Submit, field: str, limits: Limits) -> None:
+    """Resumed tokens are output: the prompt alone is held to its limit, both together to the context."""
+    prompt = submit.prompt_token_ids
+    num_tokens = len(prompt) + len(submit.resume_token_ids)
+    if not prompt:
         check.fail(field, "at least one token")
-    elif num_prompt > limits.max_prompt_tokens:
-        check.fail(field, f"{num_prompt} tokens; at most {limits.max_prompt_tokens}")
-    elif num_tokens > limits.max_prompt_tokens:
-        # Where the resumed tokens had reached the end there is nothing to compute, and the answer is that end.
-        is_over = finish_of_resumed(submit) is not None or num_tokens == limits.max_model_len
-        if num_tokens > limits.max_model_len or not is_over:
-            most = limits.max_prompt_tokens
-            check.fail("resume_token_ids", f"{num_tokens} tokens together with the prompt; at most {most}")
+    elif len(prompt) > limits.max_prompt_tokens:
+        check.fail(field, f"{len(prompt)} tokens; at most {limits.max_prompt_tokens}")
+    elif num_tokens > limits.max_model_len:
+        check.fail("resume_token_ids", f"{num_tokens} tokens together with the prompt; at most {limits.max_model_len}")
+    elif max(prompt) >= limits.vocab_size:  # a tokenizer may know more tokens than its model
+        check.fail(field, f"becomes token ids that the model does not have; each must be in [0, {limits.vocab_size})")

@@ -90,10 +90,10 @@ class SlowReaderError(CallError):
 
 
 class NeverFitsError(CallError):
-    """The request could not finish even with the whole KV pool to itself. INVALID_ARGUMENT."""
+    """The request could not get a single token even with the whole KV pool to itself. INVALID_ARGUMENT."""
 
     def __init__(self) -> None:
-        super().__init__("prompt and max_tokens together can never fit into this server's KV pool")
+        super().__init__("prompt and resumed tokens, with one more to come, never fit into this server's KV pool")
 
 
 class EngineStartingError(CallError):
@@ -130,15 +130,6 @@ class NonFiniteError(CallError):
 
     def __init__(self) -> None:
         super().__init__("the model's output for this request is not finite")
-
-
-class DeadlineExceededError(CallError):
-    """The caller's deadline passed. DEADLINE_EXCEEDED."""
-
-    def __init__(self, where: str) -> None:
-        """`where` is one of our own words, such as `queue` or `decode`."""
-        super().__init__("the deadline passed")
-        self.where = where
 
 
 class InternalError(CallError):

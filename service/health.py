@@ -67,7 +67,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # th
     async def List(  # noqa: N802 - the protocol's name
         self,
         request: health_pb2.HealthListRequest,  # noqa: ARG002 - it has no fields
-        context: Context,  # noqa: ARG002
+        context: Context,  # noqa: ARG002 - the protocol's signature
     ) -> health_pb2.HealthListResponse:
         response = health_pb2.HealthListResponse()
         for name, status in self._statuses.items():

@@ -27,11 +27,15 @@ class Limits:
     max_model_len: int
     """Prompt and output tokens together."""
     max_prompt_tokens: int
-    """Prompt tokens, resumed ones included; below `max_model_len`, so that one output token always has room."""
+    """Prompt tokens without resumed ones, which are output; below `max_model_len`, so that one output token always has
+    room.
+    """
     max_output_tokens: int
     """Bound of max_tokens, and its default."""
     max_request_bytes: int
     """The gRPC message limit; told to callers, enforced by gRPC."""
+    max_text_bytes: int | None = None
+    """A longer text would have more tokens than a prompt may; None: unknown."""
     max_logprobs: int = 20
     max_stop_strings: int = 16
     max_stop_string_bytes: int = 1024

@@ -13,19 +13,14 @@ that to those that come in its moment, and no client retries it. A call cut off 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
 import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
-from google.protobuf import descriptor_pb2, descriptor_pool
 from grpc_health.v1 import health_pb2
-from grpc_reflection.v1alpha import _async as reflection
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from emberline.v1 import inference_pb2, info_pb2, tokenizer_pb2
 from scheduler import logs
@@ -34,17 +29,24 @@ from scheduler.messages import Ready
 from service.admission import Admission
 from service.config import ServerConfig
 from service.engine_process import ENGINE_COMMAND
-from service.errors import DrainingError, EngineStartingError
+from service.errors import DrainingError, EngineStartingError, QueueFullError
 from service.exit import ExitCode, write_termination_log
 from service.health import HealthServicer
 from service.journal import Journal
+from service.reflection import reflection_handlers
 from service.request import Limits
 from service.servicer import Backend, InferenceServicer, InfoServicer, TokenizerServicer
 from service.status import safe_handlers
 from service.supervisor import DRAINING_RETRY_AFTER_S, STARTING_RETRY_AFTER_S, Death, Supervisor
 from service.tokenizer import Tokenizer, load_tokenizer
+from service.workers import Workers
 
-TOKENIZER_THREADS = 2
+PROMPT_THREADS = 2
+TOOL_THREADS = 1
+LIVE_CALLS_PER_SEQ_MAX = 4
+"""Beside those in the queue: what runs, and the answers that are there already and are still being read."""
+READER_TIMEOUT_S = 30.0
+"""How long a reader may leave no room for the next message of its stream."""
 TRAILERS_TIMEOUT_S = 1.5
 """From a death on: how long the streams' ends may take to be sent before the process leaves."""
 AFTER_GRACE_TIMEOUT_S = 1.0
@@ -52,8 +54,6 @@ PENDING_CALLS_MAX = 32_768
 """Calls that have arrived and that the loop has not come to yet."""
 LAST_CALLS_TIMEOUT_S = 0.25
 """For the ends of the last calls to be sent; a client that does not read them must not hold the process."""
-REFLECTION_V1 = "grpc.reflection.v1"
-REFLECTION_V1ALPHA = "grpc.reflection.v1alpha"
 
 
 class Server:
@@ -94,7 +94,8 @@ class Server:
             return await self._live()
         finally:
             self._supervisor.kill()
-            self._pool.shutdown(wait=False, cancel_futures=True)
+            self._backend.prompt_workers.shutdown()
+            self._backend.tool_workers.shutdown()
 
     async def close(self) -> None:
         """Close the listener, too: for a process that outlives its server."""
@@ -114,6 +115,7 @@ class Server:
         self._admission = Admission(
             max_queue_requests=config.max_queue_requests,
             max_queue_tokens=config.max_queue_tokens,
+            max_live_requests=config.max_queue_requests + LIVE_CALLS_PER_SEQ_MAX * config.max_num_seqs,
             clock=time.monotonic,
             make_refusal=lambda: EngineStartingError(STARTING_RETRY_AFTER_S),
         )
@@ -124,22 +126,38 @@ class Server:
             step_deadline_s=config.step_deadline_s,
             command=self._engine_command,
         )
-        self._pool = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenizer")
-        self._backend = Backend(config, self._admission, self._journal, self._supervisor, self._pool)
+        self._backend = Backend(
+            config,
+            self._admission,
+            self._journal,
+            self._supervisor,
+            prompt_workers=self._workers("prompts", PROMPT_THREADS),
+            tool_workers=self._workers("tools", TOOL_THREADS),
+        )
         self._health = HealthServicer()
         self._calls = _LiveCalls()
         self._grpc = grpc.aio.server(interceptors=[self._calls], options=_grpc_options(config))
-        handlers = [
-            safe_handlers(file.services_by_name[name], servicer, _report_bug)
-            for file, name, servicer in (
-                (inference_pb2.DESCRIPTOR, "InferenceService", InferenceServicer(self._backend)),
-                (tokenizer_pb2.DESCRIPTOR, "TokenizerService", TokenizerServicer(self._backend)),
-                (info_pb2.DESCRIPTOR, "InfoService", InfoServicer(self._backend)),
-                (health_pb2.DESCRIPTOR, "Health", self._health),
-            )
+        services = [
+            (inference_pb2.DESCRIPTOR.services_by_name["InferenceService"], InferenceServicer(self._backend)),
+            (tokenizer_pb2.DESCRIPTOR.services_by_name["TokenizerService"], TokenizerServicer(self._backend)),
+            (info_pb2.DESCRIPTOR.services_by_name["InfoService"], InfoServicer(self._backend)),
+            (health_pb2.DESCRIPTOR.services_by_name["Health"], self._health),
         ]
-        self._grpc.add_generic_rpc_handlers(tuple(handlers))
-        _add_reflection(self._grpc)
+        for service, servicer in services:
+            # A Watch may stall for as long as its caller likes: it holds nothing.
+            timeout_s = None if servicer is self._health else READER_TIMEOUT_S
+            handlers = safe_handlers(service, servicer, _report_bug, reader_timeout_s=timeout_s)
+            self._grpc.add_generic_rpc_handlers((handlers,))
+        names = [service.full_name for service, _ in services]
+        self._grpc.add_generic_rpc_handlers(reflection_handlers(names, _report_bug))
+
+    def _workers(self, name: str, num_threads: int) -> Workers:
+        return Workers(
+            name,
+            num_threads=num_threads,
+            max_jobs=self._config.max_queue_requests,
+            make_refusal=lambda: QueueFullError(self._admission.retry_after_s()),
+        )
 
     def _bind(self) -> None:
         try:
@@ -178,7 +196,7 @@ class Server:
         def load() -> Tokenizer:
             return self._load(self._config.model, self._config.revision)
 
-        self._backend.tokenizer = await asyncio.get_running_loop().run_in_executor(self._pool, load)
+        self._backend.tokenizer = await self._backend.tool_workers.run(load)
         self._serve_if_complete()
 
     def _serve_if_complete(self) -> None:
@@ -189,6 +207,7 @@ class Server:
         self._backend.limits = _limits(self._config, tokenizer, ready)
         if ready is None or self._death is not None or self._stop_requested.is_set():
             return
+        self._backend.eos_token_ids = _eos_token_ids(tokenizer, ready)
         self._admission.open()
         self._health.set_serving(True)
         logs.get_logger().info(
@@ -227,7 +246,8 @@ class Server:
         if self._death is None and self._admission.num_live:
             num_cut = self._supervisor.client.end_streams(lambda _: DrainingError(DRAINING_RETRY_AFTER_S))
             logs.get_logger().warning("streams cut at the end of the grace", num_streams=num_cut)
-            await self._wait_for_calls(AFTER_GRACE_TIMEOUT_S)
+            if not self._stop_now.is_set():
+                await self._wait_for_calls(AFTER_GRACE_TIMEOUT_S)
         return ExitCode.CLEAN
 
     async def _give_up(self, death: Death) -> ExitCode:
@@ -297,13 +317,25 @@ class _LiveCalls(grpc.aio.ServerInterceptor):
 def _limits(config: ServerConfig, tokenizer: Tokenizer, ready: Ready | None) -> Limits:
     """What requests are held to; without an engine, as far as it is known (enough to tokenize)."""
     max_model_len = ready.max_model_len if ready is not None else config.max_model_len or config.context_tokens()
+    max_prompt_tokens = min(config.max_prompt_tokens or max_model_len, max_model_len - 1)
+    bytes_per_token = tokenizer.bytes_per_token_max
     return Limits(
         vocab_size=ready.vocab_size if ready is not None else tokenizer.vocab_size,
         max_model_len=max_model_len,
-        max_prompt_tokens=min(config.max_prompt_tokens or max_model_len, max_model_len - 1),
+        max_prompt_tokens=max_prompt_tokens,
         max_output_tokens=min(config.max_output_tokens, max_model_len - 1),
         max_request_bytes=config.max_request_bytes(),
+        max_text_bytes=None if bytes_per_token is None else bytes_per_token * max_prompt_tokens,
     )
+
+
+def _eos_token_ids(tokenizer: Tokenizer, ready: Ready) -> tuple[int, ...]:
+    """Those that the model can sample; its files may name others."""
+    known = tuple(token_id for token_id in tokenizer.eos_token_ids if token_id < ready.vocab_size)
+    if known != tokenizer.eos_token_ids:
+        unknown = sorted(set(tokenizer.eos_token_ids) - set(known))
+        logs.get_logger().warning("eos token ids beyond the vocabulary", ids=unknown, vocab_size=ready.vocab_size)
+    return known
 
 
 def _grpc_options(config: ServerConfig) -> list[tuple[str, int]]:
@@ -340,52 +372,7 @@ def _report_bug(incident_id: str, error: Exception) -> None:
 
 
 def _report_loop_error(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """`message` is fixed text of asyncio's own."""
     error = context.get("exception")
-    logs.get_logger().error("internal error", **(logs.describe(error) if error is not None else {}))
-
-
-def _add_reflection(server: grpc.aio.Server) -> None:
-    """Reflection under both names. The package brings v1alpha; v1 has the same messages, byte for byte, under another
-    package, so the same servicer answers for it, and a renamed descriptor lets it describe itself.
-    """
-    names = [
-        inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
-        tokenizer_pb2.DESCRIPTOR.services_by_name["TokenizerService"].full_name,
-        info_pb2.DESCRIPTOR.services_by_name["InfoService"].full_name,
-        health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
-        f"{REFLECTION_V1}.ServerReflection",
-        f"{REFLECTION_V1ALPHA}.ServerReflection",
-    ]
-    _register_reflection_v1()
-    servicer = reflection.ReflectionServicer(names)
-    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)
-    handler = grpc.stream_stream_rpc_method_handler(
-        servicer.ServerReflectionInfo,
-        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
-        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
-    )
-    methods = {"ServerReflectionInfo": handler}
-    server.add_generic_rpc_handlers(
-        (grpc.method_handlers_generic_handler(f"{REFLECTION_V1}.ServerReflection", methods),)
-    )
-
-
-def _register_reflection_v1() -> None:
-    pool = descriptor_pool.Default()
-    with contextlib.suppress(KeyError):
-        pool.FindServiceByName(f"{REFLECTION_V1}.ServerReflection")
-        return
-    file = descriptor_pb2.FileDescriptorProto()
-    reflection_pb2.DESCRIPTOR.CopyToProto(file)
-    file.name = "grpc/reflection/v1/reflection.proto"
-    file.package = REFLECTION_V1
-    file.ClearField("options")
-    alpha, new = f".{REFLECTION_V1ALPHA}.", f".{REFLECTION_V1}."
-    for message in file.message_type:
-        for field in (field for field in message.field if field.type_name):
-            field.type_name = field.type_name.replace(alpha, new)
-    for service in file.service:
-        for method in service.method:
-            method.input_type = method.input_type.replace(alpha, new)
-            method.output_type = method.output_type.replace(alpha, new)
-    pool.AddSerializedFile(file.SerializeToString())
+    described = logs.describe(error) if error is not None else {}
+    logs.get_logger().error("internal error", message=context.get("message"), **described)

@@ -17,9 +17,8 @@ import secrets
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 
@@ -41,11 +40,15 @@ from service.request import GenerateRequest, Limits
 from service.sequence_text import SequenceText
 from service.supervisor import STARTING_RETRY_AFTER_S, EngineState, Supervisor
 from service.tokenizer import Tokenizer
+from service.workers import Workers
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 _Deltas = AsyncGenerator[inference_pb2.GenerateResponse, None]
-_Result = TypeVar("_Result")
 
+VERSION = importlib.metadata.version("emberline-server")
+"""Read once: it lies in a file."""
+OPTIONS_ON_LOOP_MAX = 2048
+"""Entries of options as long as a vocabulary that are checked on the loop (some milliseconds); more are, off it."""
 NEVER_RUN_NOTES = {"flash": "this backend has never run on a GPU: it is tested against a stand-in only"}
 """What an operator should know of an attention backend."""
 _QUIET_ERRORS = (DrainingError, EngineDeadError, EngineStartingError, QueueFullError)
@@ -60,29 +63,22 @@ class Backend:
     admission: Admission
     journal: Journal
     supervisor: Supervisor
-    pool: ThreadPoolExecutor
-    """For tokenization, so that a long prompt stalls nobody's tokens."""
+    prompt_workers: Workers
+    """For the prompts of Generate and Complete, so that a long one stalls nobody's tokens."""
+    tool_workers: Workers
+    """For Tokenize and Detokenize, so that these keep no prompt waiting."""
     clock: Callable[[], float] = time.monotonic
     tokenizer: Tokenizer | None = None
     limits: Limits | None = None
     """Before an engine was ready: what is known without one."""
-    num_in_pool: int = 0
+    eos_token_ids: tuple[int, ...] = ()
+    """Of the tokenizer's, those that the model has."""
 
     def served(self) -> tuple[Tokenizer, Limits]:
         """What calls need besides an engine. Raises EngineStartingError."""
         if self.tokenizer is None or self.limits is None:
             raise EngineStartingError(STARTING_RETRY_AFTER_S)
         return self.tokenizer, self.limits
-
-    async def off_the_loop(self, function: Callable[[], _Result]) -> _Result:
-        """Run something costly in the pool. Raises QueueFullError if too much waits there already."""
-        if self.num_in_pool >= self.config.max_queue_requests:
-            raise QueueFullError(self.admission.retry_after_s())
-        self.num_in_pool += 1
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self.pool, function)
-        finally:
-            self.num_in_pool -= 1
 
 
 @dataclass(slots=True)
@@ -141,26 +137,22 @@ class _Call:
             tokens=convert.tokens(self.request, kept, logprobs[: len(kept)] if logprobs is not None else None),
         )
         if pushed.finish_reason is not None:
-            self._finish(message, sequence, pushed.finish_reason, pushed.matched_stop, kept[-1] if kept else None)
+            output = kept or self.submit.resume_token_ids
+            self._finish(message, sequence, pushed.finish_reason, pushed.matched_stop, output[-1] if output else None)
         elif not message.text and not message.tokens:
             return None
         self._introduce(message)
         return message
 
     def over_before_it_began(self) -> inference_pb2.GenerateResponse | None:
-        """The only message of a call whose resumed tokens had already ended it, else None."""
+        """The only message of a call whose resumed tokens hold a stop string, else None. Of every other end that they
+        had reached the engine tells.
+        """
         resumed = self.sequences[0].text.resumed
-        ended = convert.finish_of_resumed(self.submit)
-        message = inference_pb2.GenerateResponse(request_id=self.account.label)
-        if resumed is not None and resumed.finish_reason is not None:
-            self._finish(message, self.sequences[0], resumed.finish_reason, resumed.matched_stop, None)
-        elif ended is not None:
-            reason, token_id = ended
-            pushed = self.sequences[0].text.push((), reason)
-            message.text = pushed.text if self.request.output.text else ""
-            self._finish(message, self.sequences[0], pushed.finish_reason or reason, pushed.matched_stop, token_id)
-        else:
+        if resumed is None or resumed.finish_reason is None:
             return None
+        message = inference_pb2.GenerateResponse(request_id=self.account.label)
+        self._finish(message, self.sequences[0], resumed.finish_reason, resumed.matched_stop, None)
         self._introduce(message)
         return message
 
@@ -197,22 +189,46 @@ class InferenceServicer:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
 
-    async def Generate(  # noqa: N802
+    async def Generate(  # noqa: N802 - the protocol's name
         self, message: inference_pb2.GenerateRequest, _context: _Context
     ) -> _Deltas:
         """Stream the deltas. What arrives while one is being written goes out together in the next."""
-        async with contextlib.aclosing(self._deltas(message)) as deltas:
-            async for delta in deltas:
-                yield delta
+        backend = self._backend
+        backend.admission.check_open()
+        tokenizer, limits = backend.served()
+        request = await self._convert(message, tokenizer, limits)
+        account = _Account(request.request_id or uuid.uuid4().hex, backend.clock())
+        with _one_line(account, backend.clock), backend.admission.admit(account.label) as ticket:
+            ticket.add_tokens(convert.num_option_entries(message))
+            call = await self._prepare(request, tokenizer, limits, account, ticket)
+            only = call.over_before_it_began()
+            if only is not None:
+                yield only
+                return
+            account.submitted_s = backend.clock()
+            with backend.supervisor.generate(call.submit) as stream:
+                is_over = False
+                while not is_over:
+                    outputs = await stream.next()
+                    ticket.started()
+                    if account.first_token_s is None:
+                        account.first_token_s = backend.clock()
+                    account.num_cached_tokens = stream.entry.num_cached_tokens
+                    deltas = list(_assemble(call, outputs))
+                    is_over = call.is_finished
+                    if is_over:
+                        stream.close()  # nothing is needed of the engine any more, however slowly the rest is read
+                    for delta in deltas:
+                        yield delta
 
-    async def Complete(  # noqa: N802
-        self, message: inference_pb2.GenerateRequest, _context: _Context
+    async def Complete(  # noqa: N802 - the protocol's name
+        self, message: inference_pb2.GenerateRequest, context: _Context
     ) -> inference_pb2.CompleteResponse:
         """Fold the deltas of Generate into one answer."""
         response = inference_pb2.CompleteResponse()
         texts: dict[int, list[str]] = {}
         completions: dict[int, inference_pb2.Completion] = {}
-        async with contextlib.aclosing(self._deltas(message)) as deltas:
+        async with contextlib.aclosing(self.Generate(message, context)) as deltas:
             async for delta in deltas:
                 response.request_id = delta.request_id
                 completion = completions.setdefault(delta.index, inference_pb2.Completion(index=delta.index))
@@ -228,34 +244,23 @@ class InferenceServicer:
             response.completions.append(completion)
         return response
 
-    async def _deltas(self, message: inference_pb2.GenerateRequest) -> _Deltas:
-        backend = self._backend
-        backend.admission.check_open()
-        tokenizer, limits = backend.served()
-        request = convert.generate_request(
-            message,
-            served_model_name=backend.config.served_model_name,
-            limits=limits,
-            defaults=tokenizer.sampling_defaults,
-            draw_seed=lambda: secrets.randbits(64),
-        )
-        account = _Account(request.request_id or uuid.uuid4().hex, backend.clock())
-        with _one_line(account, backend.clock), backend.admission.admit(account.label) as ticket:
-            call = await self._prepare(request, tokenizer, limits, account, ticket)
-            only = call.over_before_it_began()
-            if only is not None:
-                yield only
-                return
-            account.submitted_s = backend.clock()
-            with backend.supervisor.generate(call.submit) as stream:
-                while not call.is_finished:
-                    outputs = await stream.next()
-                    ticket.started()
-                    if account.first_token_s is None:
-                        account.first_token_s = backend.clock()
-                    account.num_cached_tokens = stream.entry.num_cached_tokens
-                    for delta in _assemble(call, outputs):
-                        yield delta
+    async def _convert(
+        self, message: inference_pb2.GenerateRequest, tokenizer: Tokenizer, limits: Limits
+    ) -> GenerateRequest:
+        """Check every field; on the loop, unless that would hold it up."""
+
+        def check() -> GenerateRequest:
+            return convert.generate_request(
+                message,
+                served_model_name=self._backend.config.served_model_name,
+                limits=limits,
+                defaults=tokenizer.sampling_defaults,
+                draw_seed=lambda: secrets.randbits(64),
+            )
+
+        if convert.num_option_entries(message) <= OPTIONS_ON_LOOP_MAX:
+            return check()
+        return await self._backend.prompt_workers.run(check)
 
     async def _prepare(
         self, request: GenerateRequest, tokenizer: Tokenizer, limits: Limits, account: _Account, ticket: Ticket
@@ -268,7 +273,7 @@ class InferenceServicer:
                 request,
                 engine_request_id=request_id,
                 prompt_token_ids=tokenizer.encode(request.prompt),
-                eos_token_ids=tokenizer.eos_token_ids,
+                eos_token_ids=self._backend.eos_token_ids,
                 limits=limits,
             )
             sequences = [
@@ -287,7 +292,7 @@ class InferenceServicer:
             ]
             return _Call(request, submit, sequences, account)
 
-        call = await self._backend.off_the_loop(prepare)
+        call = await self._backend.prompt_workers.run(prepare)
         account.num_prompt_tokens = len(call.submit.prompt_token_ids)
         account.num_resumed_tokens = len(call.submit.resume_token_ids)
         ticket.add_tokens(account.num_prompt_tokens + account.num_resumed_tokens)
@@ -355,7 +360,7 @@ class TokenizerServicer:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
 
-    async def Tokenize(  # noqa: N802
+    async def Tokenize(  # noqa: N802 - the protocol's name
         self, message: tokenizer_pb2.TokenizeRequest, _context: _Context
     ) -> tokenizer_pb2.TokenizeResponse:
         """What Generate would be given for the same input."""
@@ -371,9 +376,9 @@ class TokenizerServicer:
                 max_prompt_tokens=limits.max_prompt_tokens,
             )
 
-        return await backend.off_the_loop(encode)
+        return await backend.tool_workers.run(encode)
 
-    async def Detokenize(  # noqa: N802
+    async def Detokenize(  # noqa: N802 - the protocol's name
         self, message: tokenizer_pb2.DetokenizeRequest, _context: _Context
     ) -> tokenizer_pb2.DetokenizeResponse:
         """The text of the tokens."""
@@ -385,7 +390,7 @@ class TokenizerServicer:
             text = tokenizer.decode(request.token_ids, skip_special_tokens=request.skip_special_tokens)
             return tokenizer_pb2.DetokenizeResponse(text=text)
 
-        return await backend.off_the_loop(decode)
+        return await backend.tool_workers.run(decode)
 
 
 @dataclass(slots=True)
@@ -397,7 +402,7 @@ class InfoServicer:
     """Wall clock; for callers' eyes only."""
     start_monotonic_s: float = field(default_factory=time.monotonic)
 
-    async def GetModelInfo(  # noqa: N802
+    async def GetModelInfo(  # noqa: N802 - the protocol's name
         self, message: info_pb2.GetModelInfoRequest, _context: _Context
     ) -> info_pb2.GetModelInfoResponse:
         """Limits and effective defaults; they outlive the engine that told them."""
@@ -413,7 +418,7 @@ class InfoServicer:
             model_type=ready.model_type,
             num_parameters=ready.num_parameters,
             vocab_size=ready.vocab_size,
-            eos_token_ids=tokenizer.eos_token_ids,
+            eos_token_ids=backend.eos_token_ids,
             limits=info_pb2.Limits(
                 max_model_len=limits.max_model_len,
                 max_prompt_tokens=limits.max_prompt_tokens,
@@ -423,6 +428,7 @@ class InfoServicer:
                 max_stop_string_bytes=limits.max_stop_string_bytes,
                 max_stop_token_ids=limits.max_stop_token_ids,
                 max_request_bytes=limits.max_request_bytes,
+                max_chat_messages=limits.max_chat_messages,
             ),
             sampling_defaults=info_pb2.SamplingDefaults(
                 temperature=defaults.temperature,
@@ -435,11 +441,11 @@ class InfoServicer:
             dtype=ready.dtype,
         )
 
-    async def GetServerInfo(  # noqa: N802
+    async def GetServerInfo(  # noqa: N802 - the protocol's name
         self, _message: info_pb2.GetServerInfoRequest, _context: _Context
     ) -> info_pb2.GetServerInfoResponse:
         """Version, and the engine's state."""
-        response = info_pb2.GetServerInfoResponse(version=importlib.metadata.version("emberline-server"))
+        response = info_pb2.GetServerInfoResponse(version=VERSION)
         response.start_time.FromMilliseconds(int(self.start_time_s * 1000))
         response.uptime.FromMilliseconds(int((time.monotonic() - self.start_monotonic_s) * 1000))
         response.engines.append(self._engine_info())
@@ -462,7 +468,7 @@ class InfoServicer:
             engine.startup.FromMilliseconds(int(ready.startup_s * 1000))
         return engine
 
-    async def GetLoad(  # noqa: N802
+    async def GetLoad(  # noqa: N802 - the protocol's name
         self, _message: info_pb2.GetLoadRequest, _context: _Context
     ) -> info_pb2.GetLoadResponse:
         """As of the last step; those that are still being tokenized wait, too."""

@@ -20,8 +20,8 @@ import asyncio
 import inspect
 import math
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
 
@@ -73,7 +73,7 @@ def _unsupported(error: errors.UnsupportedOptionError) -> _Row:
 
 
 def _never_fits(_: errors.NeverFitsError) -> _Row:
-    violation = errors.FieldViolation("stopping.max_tokens", "prompt and max_tokens together exceed the whole KV pool")
+    violation = errors.FieldViolation("input", "with the resumed tokens and one to come it exceeds the whole KV pool")
     return _Row(code_pb2.INVALID_ARGUMENT, violations=(violation,))
 
 
@@ -93,9 +93,6 @@ TABLE: dict[type[errors.CallError], Callable[[Any], _Row]] = {
     errors.DrainingError: lambda e: _Row(code_pb2.UNAVAILABLE, "DRAINING", (), e.retry_after_s),
     errors.EngineDeadError: _engine_dead,
     errors.NonFiniteError: lambda _: _Row(code_pb2.INTERNAL, "NON_FINITE", (), NEVER),
-    errors.DeadlineExceededError: lambda e: _Row(
-        code_pb2.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", (("where", e.where[:64]),)
-    ),
     errors.InternalError: lambda e: _Row(code_pb2.INTERNAL, "INTERNAL", (("incident_id", e.incident_id),)),
 }
 """Error class → its row. A test walks `service.errors` and fails on a class without one."""
@@ -180,32 +177,67 @@ def _safe_deserializer(message_class: type[Message]) -> Callable[[bytes], Messag
     return deserialize
 
 
-def _refuse_unreadable(request: Message | _Unreadable) -> None:
+def _readable(request: Message | _Unreadable) -> Message:
     if isinstance(request, _Unreadable):
         violation = errors.FieldViolation("", "the bytes are no message of this type; strings must be valid UTF-8")
         raise errors.InvalidRequestError([violation])
+    return request
 
 
-def safe_handlers(service: ServiceDescriptor, servicer: object, report_bug: ReportBug) -> grpc.GenericRpcHandler:
+def safe_handlers(
+    service: ServiceDescriptor, servicer: object, report_bug: ReportBug, *, reader_timeout_s: float | None = None
+) -> grpc.GenericRpcHandler:
     """Method handlers for an asyncio servicer: deserializers that never raise, and a catch-all around each body.
 
     The servicer has one method per rpc, `async def Method(request, context)`: a coroutine; where the rpc streams, an
     async generator, or a coroutine that calls `context.write`. It raises `CallError`s, or calls `context.abort` itself.
+
+    A stream whose reader leaves no room for the next message for `reader_timeout_s` gets SlowReaderError, raised at
+    the generator's `yield`: what the call holds is given back then. The status goes out when the reader reads again.
     """
-    handlers = {method.name: _handler(method, getattr(servicer, method.name), report_bug) for method in service.methods}
+    handlers = {
+        method.name: _handler(method, getattr(servicer, method.name), report_bug, reader_timeout_s)
+        for method in service.methods
+    }
     return grpc.method_handlers_generic_handler(service.full_name, handlers)
 
 
-def _handler(method: MethodDescriptor, body: Callable[..., Any], report_bug: ReportBug) -> _Handler:
-    assert not method.client_streaming, "no rpc of ours streams requests"
+def safe_dialogue(
+    body: Callable[[Any, Context], AsyncGenerator[Any, None]],
+    request_class: type[Message],
+    response_class: type[Message],
+    report_bug: ReportBug,
+) -> _Handler:
+    """The same for a method that streams both ways; `body` is an async generator of responses."""
+
+    async def readable(requests: AsyncIterator[Message | _Unreadable]) -> AsyncGenerator[Message, None]:
+        async for request in requests:
+            yield _readable(request)
+
+    async def call(requests: AsyncIterator[Message | _Unreadable], context: Context) -> None:
+        try:
+            await _writing(body, None)(readable(requests), context)
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - the catch-all around every rpc
+            await _end_badly(context, error, report_bug)
+
+    return grpc.stream_stream_rpc_method_handler(
+        call,
+        request_deserializer=_safe_deserializer(request_class),
+        response_serializer=response_class.SerializeToString,
+    )
+
+
+def _handler(
+    method: MethodDescriptor, body: Callable[..., Any], report_bug: ReportBug, reader_timeout_s: float | None
+) -> _Handler:
+    assert not method.client_streaming, "such a method is a `safe_dialogue`"
     make = grpc.unary_stream_rpc_method_handler if method.server_streaming else grpc.unary_unary_rpc_method_handler
     if inspect.isasyncgenfunction(body):
-        body = _writing(body)
+        body = _writing(body, reader_timeout_s)
 
     async def call(request: Message | _Unreadable, context: Context) -> Any:
         try:
-            _refuse_unreadable(request)
-            return await body(request, context)
+            return await body(_readable(request), context)
         except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - the catch-all around every rpc
             await _end_badly(context, error, report_bug)
 
@@ -217,7 +249,7 @@ def _handler(method: MethodDescriptor, body: Callable[..., Any], report_bug: Rep
 
 
 def _writing(
-    body: Callable[[Any, Context], AsyncGenerator[Message, None]],
+    body: Callable[[Any, Context], AsyncGenerator[Message, None]], reader_timeout_s: float | None
 ) -> Callable[[Any, Context], Awaitable[None]]:
     """A generator body as one that writes. grpc would leave closing the generator to the garbage collector; here its
     `finally` runs in the call's own task, at once.
@@ -226,7 +258,13 @@ def _writing(
     async def write_all(request: Any, context: Context) -> None:
         async with aclosing(body(request, context)) as responses:
             async for response in responses:
-                await context.write(response)
+                try:
+                    async with asyncio.timeout(reader_timeout_s):
+                        await context.write(response)
+                except TimeoutError:
+                    with suppress(StopAsyncIteration):
+                        await responses.athrow(errors.SlowReaderError())
+                    raise errors.SlowReaderError from None
 
     return write_all
 

@@ -22,12 +22,13 @@ from pathlib import Path
 
 import tokenizers
 
-from scheduler.errors import StartupError
+from scheduler.errors import EmberlineError, StartupError
 from service.chat_template import ChatTemplate, Rendered
 from service.detokenizer import Detokenizer, Stage, compile_decoder
 from service.errors import NoChatTemplateError
 from service.model_files import ModelFiles, read_model_files
 from service.request import ChatInput, ChatTurn, PromptInput, TextInput, TokenInput
+from service.text_bound import bytes_per_token_max
 
 
 class Tokenizer:
@@ -52,7 +53,10 @@ class Tokenizer:
         self._chat_template: ChatTemplate | None = None
         if files.chat_template is not None:
             self._chat_template = ChatTemplate(files.chat_template, files.named_tokens, self._aliases)
-        self._new_stages: Callable[[], list[Stage]] = compile_decoder(json.loads(tokenizer_json).get("decoder"))
+        description = json.loads(tokenizer_json)
+        self._new_stages: Callable[[], list[Stage]] = compile_decoder(description.get("decoder"))
+        self.bytes_per_token_max = bytes_per_token_max(description)
+        """Bytes of text that one token can stand for; None: no bound is known."""
         self._token_strings = _token_strings(self._ordinary)
         self._unspecial_strings = [
             None if token_id in special else string for token_id, string in enumerate(self._token_strings)
@@ -63,6 +67,7 @@ class Tokenizer:
         """One more than the highest id that has a text; the model's own vocab_size may be larger."""
         self._anchor = tuple(token_id for token_id, string in enumerate(self._token_strings) if string)[:1]
         """A token to stand before a piece, so that it keeps the space that decoders cut from the first one."""
+        self._pieces: dict[int, str] = {}
 
     @property
     def has_chat_template(self) -> bool:
@@ -100,7 +105,9 @@ class Tokenizer:
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
         """Each token's own text in the middle of a text, special tokens included."""
-        return [self._piece(token_id) for token_id in token_ids]
+        for token_id in set(token_ids) - self._pieces.keys():
+            self._pieces[token_id] = self._piece(token_id)
+        return [self._pieces[token_id] for token_id in token_ids]
 
     def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer:
         """For the text of one sequence, a token at a time."""
@@ -131,12 +138,14 @@ def load_tokenizer(model: str | Path, revision: str | None = None) -> Tokenizer:
     """`model`: a directory, or a hub name. Blocking: call it off the loop. Raises StartupError (files missing, not
     readable) and ConfigurationError (a config that cannot be served).
     """
-    files = read_model_files(model, revision)
     try:
-        tokenizer_json = files.tokenizer_file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise StartupError(f"cannot read {files.tokenizer_file}: {error}") from None
-    return Tokenizer(tokenizer_json, files)
+        files = read_model_files(model, revision)
+        return Tokenizer(files.tokenizer_file.read_text(encoding="utf-8"), files)
+    except EmberlineError:
+        raise
+    except Exception as error:  # noqa: BLE001 - files that say something else than they should can raise anything
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise StartupError(f"the tokenizer files of {model} cannot be used: {reason[:500]}") from None
 
 
 def _instance(tokenizer_json: str, special_tokens: Sequence[str]) -> tokenizers.Tokenizer:

@@ -168,6 +168,10 @@ class FakeEngine:
     def step(self) -> None:
         outputs = []
         for request_id, (submit, position) in list(self._running.items()):
+            if position >= submit.stopping.max_tokens:  # resumed tokens that had reached the end
+                outputs.append(SequenceOutput(request_id, 0, (), finish_reason=FinishReason.MAX_TOKENS))
+                del self._running[request_id]
+                continue
             token_id = tokens_of(submit.prompt_token_ids, position + 1)[position]
             is_last = position + 1 >= submit.stopping.max_tokens
             cached = 0 if position == len(submit.resume_token_ids) else None

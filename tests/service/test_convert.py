@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,7 @@ from service.request import (
     TokenInput,
 )
 
+GENERATE = inference_pb2.GenerateRequest
 LIMITS = Limits(vocab_size=100, max_model_len=64, max_prompt_tokens=48, max_output_tokens=32, max_request_bytes=1 << 20)
 
 
@@ -38,9 +40,10 @@ def convert_message(
     message: inference_pb2.GenerateRequest,
     defaults: SamplingDefaults = SamplingDefaults(),  # noqa: B008 - frozen
     draw_seed: Callable[[], int] = lambda: 7,
+    limits: Limits = LIMITS,
 ) -> GenerateRequest:
     return convert.generate_request(
-        message, served_model_name="tiny", limits=LIMITS, defaults=defaults, draw_seed=draw_seed
+        message, served_model_name="tiny", limits=limits, defaults=defaults, draw_seed=draw_seed
     )
 
 
@@ -330,10 +333,20 @@ def test_an_absent_max_tokens_is_the_limit_of_outputs() -> None:
 
 @pytest.mark.parametrize(
     ("num_prompt", "num_resumed", "field"),
-    [(0, 0, "text"), (48, 0, None), (49, 0, "text"), (47, 1, None), (47, 2, "resume_token_ids"), (0, 3, "text")],
+    [
+        (0, 0, "text"),
+        (48, 0, None),
+        (49, 0, "text"),
+        (48, 16, None),
+        (48, 17, "resume_token_ids"),
+        (1, 63, None),
+        (1, 64, "resume_token_ids"),
+        (0, 3, "text"),
+    ],
 )
 def test_a_prompt_is_held_to_its_limit(num_prompt: int, num_resumed: int, field: str | None) -> None:
-    """Empty, and one over: refused, with the number and the bound; resumed tokens count."""
+    """Empty, and one over: refused, with the number and the bound. Resumed tokens are output: a prompt at its limit may
+    have as many as the context has room for."""
     fields = {"resumeTokenIds": [1] * num_resumed}
     if field is None:
         assert len(submit_of(fields, [1] * num_prompt).prompt_token_ids) == num_prompt
@@ -343,31 +356,42 @@ def test_a_prompt_is_held_to_its_limit(num_prompt: int, num_resumed: int, field:
     assert [violation.field for violation in caught.value.violations] == [field]
 
 
-def test_resumed_tokens_that_had_reached_the_end_are_no_error() -> None:
-    """Nothing has to be computed for them, however long they are, up to the context."""
-    full = submit_of({"resumeTokenIds": [1] * 16}, [1] * 48)  # the context, to the last token
-    assert convert.finish_of_resumed(full) is None  # the engine's to tell
-    over = submit_of({"resumeTokenIds": [1] * 5, "stopping": {"maxTokens": 5}}, [1] * 46)
-    assert convert.finish_of_resumed(over) == (FinishReason.MAX_TOKENS, None)
-    with pytest.raises(InvalidRequestError):
-        submit_of({"resumeTokenIds": [1] * 17, "stopping": {"maxTokens": 5}}, [1] * 48)
+@pytest.mark.parametrize("fields", [{}, {"text": None, "chat": {"messages": [{"role": "user"}]}}])
+def test_a_prompt_is_held_to_the_models_vocabulary(fields: dict[str, Any]) -> None:
+    """A tokenizer may know tokens that its model has no row for: such an id never reaches an engine."""
+    request = valid({}) if not fields else convert_message(ParseDict({"chat": fields["chat"]}, GENERATE()))
+    options = {"engine_request_id": 1, "eos_token_ids": (), "limits": LIMITS}
+    assert convert.to_submit(request, prompt_token_ids=[0, 99], **options).prompt_token_ids == (0, 99)
+    with pytest.raises(InvalidRequestError) as caught:
+        convert.to_submit(request, prompt_token_ids=[0, 100, 1], **options)
+    (violation,) = caught.value.violations
+    assert violation.field == ("chat" if fields else "text")
+    assert "[0, 100)" in violation.description
 
 
-def test_how_resumed_tokens_had_ended() -> None:
-    """As the engine would have it: EOS, then stop tokens, both only beyond min_tokens, then max_tokens."""
+def test_an_end_of_sequence_that_the_model_lacks_is_left_out() -> None:
+    """No engine could mask or sample it."""
+    assert submit_of({"stopping": {"minTokens": 1}}, [1], eos=(2, 100, 5000)).stopping.eos_token_ids == (2,)
 
-    def ended(resumed: list[int], **stopping: Any) -> object:
-        fields = {"resumeTokenIds": resumed, "stopping": {"stopTokenIds": [3], **stopping}}
-        return convert.finish_of_resumed(submit_of(fields, [1]))
 
-    assert ended([]) is None
-    assert ended([5, 2]) == (FinishReason.EOS, 2)
-    assert ended([5, 3]) == (FinishReason.STOP_TOKEN, 3)
-    assert ended([2, 5]) is None
-    assert ended([5, 2], minTokens=2) is None
-    assert ended([5, 2], ignoreEos=True) is None
-    assert ended([5, 2], maxTokens=2) == (FinishReason.EOS, 2)
-    assert ended([5, 6], maxTokens=2) == (FinishReason.MAX_TOKENS, None)
+def test_a_text_too_long_for_any_tokenization_is_refused_before_it_is_encoded() -> None:
+    """Held to its bytes where a bound is known, to nothing where none is."""
+    limits = dataclasses.replace(LIMITS, max_text_bytes=10)
+    for text, is_over in (("é" * 5, False), ("é" * 5 + "x", True)):
+        message = inference_pb2.GenerateRequest(text=text)
+        if is_over:
+            with pytest.raises(InvalidRequestError) as caught:
+                convert_message(message, limits=limits)
+            assert [violation.field for violation in caught.value.violations] == ["text"]
+        else:
+            assert convert_message(message, limits=limits).prompt == TextInput(text)
+    assert valid({"text": "x" * 10_000})
+
+
+def test_long_options_are_counted_without_a_look_inside() -> None:
+    """Both that may be as long as the vocabulary."""
+    sampling = {"logitBias": {"1": 1, "2": 1}, "allowedTokenIds": [1, 2, 3]}
+    assert convert.num_option_entries(ParseDict({"sampling": sampling}, GENERATE())) == 5
 
 
 def test_min_tokens_must_leave_something_to_sample() -> None:

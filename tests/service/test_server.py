@@ -12,11 +12,12 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
-from emberline.v1 import inference_pb2, inference_pb2_grpc, tokenizer_pb2
+from emberline.v1 import inference_pb2, inference_pb2_grpc, info_pb2, tokenizer_pb2
 from service.cli import build_parser
 from service.config import parse
 from service.exit import ExitCode
-from service.server import Server
+from service.server import Server, _report_loop_error
+from tests.service import tiny_tokenizers
 from tests.service.fake_engine import Trigger
 from tests.service.front_end import CANARY, details, error_of, request, rest_of, running
 from tests.service.support import HANG_S, CapturedLogs, fake_engine, until
@@ -46,6 +47,42 @@ async def test_calls_while_starting_are_told_and_retried_by_the_client_library(m
             assert [delta async for delta in stub.Generate(request(1), timeout=HANG_S)]
     (line,) = log.of("serving")
     assert line["address"] == run.server.address
+
+
+async def test_ends_of_sequence_that_the_model_lacks_are_told_and_left_out(tmp_path: Path, log: CapturedLogs) -> None:
+    """One warning at the start; GetModelInfo tells the others."""
+    directory = tiny_tokenizers.write_model(
+        tmp_path / "m", tiny_tokenizers.byte_level(), config={"eos_token_id": [150, 1000, 5000]}
+    )
+    async with running(directory) as run:
+        info = await run.info.GetModelInfo(info_pb2.GetModelInfoRequest())
+        assert list(info.eos_token_ids) == [150]
+        assert [delta async for delta in run.generate(1)]
+    (warning,) = log.of("eos token ids beyond the vocabulary")
+    assert (warning["ids"], warning["vocab_size"]) == ([1000, 5000], 1000)
+
+
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+async def test_reflection_refuses_what_it_cannot_read(model: Path, log: CapturedLogs, version: str) -> None:
+    """Bad UTF-8 is INVALID_ARGUMENT in our own words, and no line of the log."""
+    async with running(model) as run:
+        call = run.channel.stream_stream(f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo")()
+        await call.write(b"\x22\x01\xff")
+        error = await error_of(call)
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "UTF-8" in (error.details() or "")
+        assert not [record for record in log.records if record["level"] == "error"]
+
+
+async def test_what_the_loop_reports_is_logged_with_its_words(log: CapturedLogs) -> None:
+    """asyncio's own message says what failed; the exception's text is not told."""
+    loop = asyncio.get_running_loop()
+    _report_loop_error(loop, {"message": "Task was destroyed but it is pending!"})
+    _report_loop_error(loop, {"message": "Exception in callback", "exception": KeyError(CANARY)})
+    first, second = log.of("internal error")
+    assert first["message"] == "Task was destroyed but it is pending!"
+    assert (second["message"], second["exception_type"]) == ("Exception in callback", "builtins.KeyError")
+    assert CANARY not in log.text
 
 
 @pytest.mark.parametrize("version", ["v1", "v1alpha"])

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
+import threading
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 
 from emberline.v1 import inference_pb2, inference_pb2_grpc, info_pb2, tokenizer_pb2
+from service import convert
+from service.servicer import InferenceServicer
 from tests.service.fake_engine import Trigger, tokens_of
-from tests.service.front_end import CANARY, details, error_of, request, running, text_of
+from tests.service.front_end import CANARY, Running, details, error_of, request, running, text_of
 from tests.service.support import HANG_S, CapturedLogs, fake_engine, until
 
 
@@ -71,6 +76,88 @@ async def test_resumed_tokens_are_not_sent_again(model: Path, log: CapturedLogs)
     (only,) = over
     assert (only.text, only.finish.reason) == ("", inference_pb2.FINISH_REASON_MAX_TOKENS)
     assert (only.usage.prompt, only.usage.completion) == (2, 0)
+
+
+async def test_a_stop_string_lets_go_of_the_engine_before_its_text_is_read(model: Path, log: CapturedLogs) -> None:
+    """While the last delta waits for its reader, the journal has forgotten the request and the engine has been told."""
+    whole = text_of(model, tokens_of((1, 2), 60))
+    stopping = inference_pb2.StoppingOptions(max_tokens=4000, stop_strings=[whole[20:23]])
+    async with running(model) as run:
+        servicer = InferenceServicer(run.server._backend)
+        deltas = servicer.Generate(request(1, 2, stopping=stopping), None)  # type: ignore[arg-type] # not looked at
+        async with asyncio.timeout(HANG_S), contextlib.aclosing(deltas):
+            async for delta in deltas:
+                if delta.HasField("finish"):
+                    assert len(run.server._journal) == 0
+                    await until(lambda: run.server._supervisor.client.stats.num_running == 0)
+                    break
+
+
+async def test_tokenize_keeps_no_prompt_waiting(
+    model: Path, log: CapturedLogs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many calls of Tokenize are at work, a prompt is encoded at once."""
+    go_on = threading.Event()
+    async with running(model) as run:
+        tokenizer = run.server._backend.tokenizer
+        assert tokenizer is not None
+        monkeypatch.setattr(tokenizer, "pieces", lambda _: go_on.wait(HANG_S) and [])
+        message = tokenizer_pb2.TokenizeRequest(text="the", with_pieces=True)
+        calls = [asyncio.ensure_future(_tokenize(run, message)) for _ in range(8)]
+        await until(lambda: run.server._backend.tool_workers.num_jobs == 8)
+        assert [delta async for delta in run.generate(text="the")]
+        go_on.set()
+        await asyncio.wait_for(asyncio.gather(*calls), HANG_S)
+
+
+async def _tokenize(run: Running, message: tokenizer_pb2.TokenizeRequest) -> tokenizer_pb2.TokenizeResponse:
+    return await run.tokenizer.Tokenize(message)
+
+
+async def test_long_options_take_room_in_the_queue(model: Path, log: CapturedLogs) -> None:
+    """Their entries count like tokens, from before the prompt is tokenized until the first output."""
+    sampling = inference_pb2.SamplingOptions(allowed_token_ids=range(900), logit_bias=dict.fromkeys(range(5), 1.0))
+    async with running(model, "--max-queue-tokens", "1000") as run:
+        silent = run.generate(Trigger.SILENT.value, sampling=sampling)
+        await until(lambda: run.server._admission.num_waiting_tokens == 906)
+        error = await error_of(run.generate(1, sampling=sampling))
+        assert details(error)[0] == "QUEUE_FULL"
+        assert [delta async for delta in run.generate(1)]
+        silent.cancel()
+
+
+async def test_options_over_the_whole_vocabulary_are_read_off_the_loop(
+    model: Path, log: CapturedLogs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are checked like any others, in a thread; what is wrong in them is told."""
+    threads = []
+    check = convert.generate_request
+
+    def spying_check(*arguments: Any, **options: Any) -> Any:
+        threads.append(threading.current_thread())
+        return check(*arguments, **options)
+
+    monkeypatch.setattr("service.convert.generate_request", spying_check)
+    monkeypatch.setattr("service.servicer.OPTIONS_ON_LOOP_MAX", 3)
+    async with running(model) as run:
+        for num_options in (3, 4):
+            sampling = inference_pb2.SamplingOptions(allowed_token_ids=range(num_options))
+            assert [delta async for delta in run.generate(1, sampling=sampling)]
+        wrong = inference_pb2.SamplingOptions(allowed_token_ids=range(998, 1002))
+        error = await error_of(run.generate(1, sampling=wrong))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    on_loop = [thread is threading.main_thread() for thread in threads]
+    assert on_loop == [True, False, False]
+
+
+async def test_a_prompt_at_its_limit_can_be_resumed(model: Path, log: CapturedLogs) -> None:
+    """Resumed tokens are output: a bound of prompts below the context does not hold them back."""
+    tokens = tokens_of((1, 2), 10)
+    async with running(model, "--max-prompt-tokens", "2") as run:
+        deltas = [delta async for delta in run.generate(1, 2, max_tokens=10, resume_token_ids=tokens[:6])]
+        error = await error_of(run.generate(1, 2, 3))
+    assert deltas[-1].usage.completion == 4
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_a_cancelled_stream_is_aborted(model: Path, log: CapturedLogs) -> None:
@@ -183,6 +270,7 @@ async def test_info_tells_what_is_served(model: Path, log: CapturedLogs) -> None
         info = await run.info.GetModelInfo(info_pb2.GetModelInfoRequest())
         assert (info.model, info.model_type, info.vocab_size) == ("tiny", "fake", 1000)
         assert (info.limits.max_model_len, info.limits.max_prompt_tokens) == (4096, 100)
+        assert info.limits.max_chat_messages == 1024
         assert info.capabilities.chat
         (engine,) = (await run.info.GetServerInfo(info_pb2.GetServerInfoRequest())).engines
         assert engine.state == info_pb2.ENGINE_STATE_READY

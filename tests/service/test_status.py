@@ -30,7 +30,6 @@ SAMPLES: dict[type[errors.CallError], errors.CallError] = {
         errors.DrainingError: lambda: errors.DrainingError(1.0),
         errors.EngineDeadError: lambda: errors.EngineDeadError("d-1", in_step=False, retry_after_s=3.0),
         errors.NonFiniteError: errors.NonFiniteError,
-        errors.DeadlineExceededError: lambda: errors.DeadlineExceededError("queue"),
         errors.InternalError: lambda: errors.InternalError("i-1"),
     }.items()
 }
@@ -88,7 +87,6 @@ def test_the_table_has_no_row_too_many() -> None:
         (errors.UnsupportedOptionError(["n"]), "UNIMPLEMENTED", "UNSUPPORTED_OPTION", None),
         (errors.NoChatTemplateError(), "FAILED_PRECONDITION", "NO_CHAT_TEMPLATE", None),
         (errors.TemplateError(), "INVALID_ARGUMENT", "TEMPLATE_ERROR", None),
-        (errors.DeadlineExceededError("queue"), "DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED", None),
     ],
 )
 def test_codes_reasons_and_pushbacks(error: errors.CallError, code: str, reason: str, pushback: str | None) -> None:
@@ -106,6 +104,13 @@ def test_a_death_tells_its_id() -> None:
     """All streams of one death can be told to belong together, and found in the log."""
     _, by_name, _ = details(errors.EngineDeadError("death-7", in_step=False, retry_after_s=None))
     assert dict(by_name["ErrorInfo"].metadata) == {"death_id": "death-7"}
+
+
+def test_what_never_fits_is_blamed_on_the_input() -> None:
+    """A request is refused where its prompt and resumed tokens leave no room for one token; max_tokens has no part."""
+    found, by_name, _ = details(errors.NeverFitsError())
+    assert [violation.field for violation in by_name["BadRequest"].field_violations] == ["input"]
+    assert "max_tokens" not in str(found)
 
 
 @pytest.mark.parametrize("count", [1, 5, 40, 5000])
@@ -128,7 +133,6 @@ def test_a_status_is_small_however_much_is_wrong(count: int) -> None:
         errors.InvalidRequestError([errors.FieldViolation("f" * 5000, "ü" * 5000)] * 3),
         errors.UnsupportedOptionError(["option"] * 1000),
         errors.UnknownModelError("é" * 5000),
-        errors.DeadlineExceededError("w" * 5000),
     ],
 )
 def test_a_status_is_small_whatever_is_in_it(error: errors.CallError) -> None:
@@ -151,10 +155,15 @@ class Served:
         self.bugs: list[tuple[str, Exception]] = []
         self.server = grpc.aio.server()
 
-    async def start(self, generate: Callable[..., Any], complete: Callable[..., Any]) -> None:
+    async def start(
+        self, generate: Callable[..., Any], complete: Callable[..., Any], *, reader_timeout_s: float | None = None
+    ) -> None:
         service = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"]
         handlers = status.safe_handlers(
-            service, Bodies(generate, complete), lambda incident, error: self.bugs.append((incident, error))
+            service,
+            Bodies(generate, complete),
+            lambda incident, error: self.bugs.append((incident, error)),
+            reader_timeout_s=reader_timeout_s,
         )
         self.server.add_generic_rpc_handlers((handlers,))
         self.port = self.server.add_insecure_port("127.0.0.1:0")
@@ -296,6 +305,79 @@ async def test_a_callers_cancellation_closes_the_body_at_once(served: Served) ->
     call.cancel()
     await asyncio.wait_for(closed.wait(), 30)
     assert served.bugs == []
+
+
+async def test_a_reader_that_leaves_no_room_is_told_and_holds_nothing(served: Served) -> None:
+    """The error is raised in the body, which gives back what it holds while nothing is read; a reader that comes back
+    finds SLOW_READER after what was on its way."""
+    ended: list[BaseException] = []
+    closed = asyncio.Event()
+
+    async def generate(_request: object, _context: object) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+        try:
+            while True:
+                yield inference_pb2.GenerateResponse(text="a" * 1000)
+                await asyncio.sleep(0)
+        except BaseException as error:
+            ended.append(error)
+            raise
+        finally:
+            closed.set()
+
+    await served.start(generate, unused, reader_timeout_s=0.2)
+    call = served.stub.Generate(REQUEST, timeout=30)
+    await call.read()
+    await asyncio.wait_for(closed.wait(), 30)
+    assert [type(error) for error in ended] == [errors.SlowReaderError]
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await _read_on(call)
+    sent = rpc_status.from_call(caught.value)
+    assert sent is not None
+    info = error_details_pb2.ErrorInfo()
+    assert sent.details[0].Unpack(info)
+    assert (sent.code, info.reason) == (code_pb2.RESOURCE_EXHAUSTED, "SLOW_READER")
+    assert served.bugs == []
+
+
+async def _read_on(call: Any) -> None:
+    while await call.read():
+        pass
+
+
+async def test_a_dialogue_is_as_safe_as_a_call(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    """Where requests stream, too, one that is no message ends the call INVALID_ARGUMENT; a bug is an incident."""
+
+    async def echo(requests: AsyncIterator[Any], _context: object) -> AsyncGenerator[Any, None]:
+        async for request in requests:
+            if request.text == "canary":
+                raise ValueError(request.text)
+            yield inference_pb2.GenerateResponse(text=request.text)
+
+    bugs: list[Exception] = []
+    method = status.safe_dialogue(
+        echo,
+        inference_pb2.GenerateRequest,
+        inference_pb2.GenerateResponse,
+        lambda _incident, error: bugs.append(error),
+    )
+    served.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("x.Echo", {"Talk": method}),))
+    await served.start(unused, unused)
+    good = inference_pb2.GenerateRequest(text="hi").SerializeToString()
+    with caplog.at_level(logging.WARNING):
+        for bad, code in (
+            (b"\x1a\x01\xff", grpc.StatusCode.INVALID_ARGUMENT),
+            (REQUEST.SerializeToString(), grpc.StatusCode.INTERNAL),
+        ):
+            call = served.channel.stream_stream("/x.Echo/Talk")()
+            await call.write(good)
+            assert await call.read() == inference_pb2.GenerateResponse(text="hi").SerializeToString()
+            await call.write(bad)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call.read()
+            assert caught.value.code() is code
+            assert "canary" not in str(caught.value)
+    assert [type(error) for error in bugs] == [ValueError]
+    assert caplog.text == ""
 
 
 async def test_an_end_before_the_first_message_is_trailers_only(served: Served) -> None:

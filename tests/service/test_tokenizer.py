@@ -274,6 +274,41 @@ def test_truncation_and_padding_of_the_file_are_off(tmp_path: Path) -> None:
     assert len(tokenizer.encode_text("abcdef")) == 6
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer_config.json", b'{"added_tokens_decoder": {"1": "not an object"}}'),
+        ("tokenizer_config.json", b'{"added_tokens_decoder": []}'),
+        ("tokenizer_config.json", b'{"chat_template": [{"no name": 1}]}'),
+        ("tokenizer_config.json", b"\xff"),
+        ("chat_template.jinja", b"\xff"),
+        ("config.json", b'{"text_config": "no object"}'),
+        ("tokenizer.json", None),
+    ],
+)
+def test_files_that_say_something_else_than_they_should(tmp_path: Path, name: str, content: bytes | None) -> None:
+    """Whatever is wrong in them is a failure to start, in one line, not a bug of ours."""
+    directory = write_model(tmp_path, byte_level())
+    if content is None:
+        described = json.loads((directory / name).read_text())
+        described["decoder"] = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+        described["decoder"] = {"type": "Sequence", "decoders": [described["decoder"], {"type": "Sequence"}]}
+        content = json.dumps(described).encode()
+    (directory / name).write_bytes(content)
+    with pytest.raises(StartupError) as caught:
+        load_tokenizer(directory)
+    assert "\n" not in str(caught.value)
+
+
+def test_pieces_are_each_tokens_own_text(tmp_path: Path) -> None:
+    """In the middle of a text, the same at every asking; each is made once."""
+    tokenizer = load(tmp_path, byte_level())
+    ids = tokenizer.encode_text("the hill the")
+    assert "".join(tokenizer.pieces(ids)) == "the hill the"
+    tokenizer.detokenizer = pytest.fail  # type: ignore[method-assign] # what would make them again
+    assert "".join(tokenizer.pieces(ids)) == "the hill the"
+
+
 def test_missing_and_broken_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each says which file, or that the hub has no such model."""
     with pytest.raises(StartupError, match=r"no tokenizer\.json"):
