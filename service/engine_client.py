@@ -12,6 +12,7 @@ stream is told and calls `end_streams`, all within the same callback of the loop
 from __future__ import annotations
 
 import asyncio
+import functools
 import socket
 from collections.abc import Callable
 from types import TracebackType
@@ -160,7 +161,7 @@ class EngineClient:
         streams = list(self._streams.values())
         self._streams.clear()
         for stream in streams:
-            stream.end(lambda entry=stream.entry: make_error(entry))  # type: ignore[misc]
+            stream.end(functools.partial(make_error, stream.entry))
         return len(streams)
 
     def close(self) -> None:

@@ -163,7 +163,7 @@ class Supervisor:
         if self.process is None:
             return
         if self._funeral is not None:
-            await self._funeral
+            await asyncio.wait({self._funeral})  # its failure is told where it is observed
         else:
             is_listening = self.state is EngineState.READY
             if self.state is not EngineState.STOPPING:
@@ -222,11 +222,12 @@ class Supervisor:
         self._move_to(EngineState.DEAD)
         if kill_now:
             self.process.kill()
+        self._observer.on_engine_death(self._death)  # first, whatever the rest does
         record = self.process.flight.read()
-        self._observer.on_engine_death(self._death)
         self._num_streams_ended = self.client.end_streams(lambda entry: self._error_for(entry, record))
         self.client.close()
         self._funeral = asyncio.create_task(self._bury(self._death, self.process))
+        self._funeral.add_done_callback(self._on_funeral_done)
 
     def _error_for(self, entry: JournalEntry, record: FlightRecord) -> EngineDeadError:
         assert self._death is not None
@@ -253,6 +254,19 @@ class Supervisor:
             logs.get_logger().critical("fatal error", **fields)
         self._move_to(EngineState.FAILED)
         self.burial.set_result(Burial(death, root_cause, kind in EXIT_CONFIGURATION_TYPES))
+
+    def _on_funeral_done(self, task: asyncio.Task[None]) -> None:
+        """Whoever waits for the burial must not wait for ever because of a bug in it."""
+        if self.burial.done() or self._death is None:
+            return
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            logs.get_logger().error("internal error", **logs.describe(error))
+        if self.process is not None:
+            self.process.kill()
+        if self.state is EngineState.DEAD:
+            self._move_to(EngineState.FAILED)
+        self.burial.set_result(Burial(self._death, self._death.cause))
 
     def _record_fields(self, death: Death, process: EngineProcess) -> dict[str, Any]:
         record, report, status = process.flight.read(), self._report, process.returncode

@@ -229,6 +229,40 @@ async def test_a_failure_to_start_is_told_apart(
         assert len(log.of("fatal error")) == num_records
 
 
+async def test_a_bug_at_the_funeral_keeps_nobody_waiting(log: CapturedLogs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the record cannot be written, the bug is told, the burial has the death's cause, and stopping works."""
+
+    def broken(*_: object) -> None:
+        raise KeyError("secret")
+
+    async with supervised() as (supervisor, observer):
+        monkeypatch.setattr(supervisor, "_record_fields", broken)
+        await error_of(supervisor.generate(poisoned(1, Trigger.CLOSE_SOCKET)))
+        burial = await asyncio.wait_for(asyncio.shield(supervisor.burial), HANG_S)
+        assert burial.root_cause == observer.deaths[0].cause
+        assert supervisor.state is EngineState.FAILED
+    (bug,) = log.of("internal error")
+    assert bug["exception_type"] == "builtins.KeyError"
+    assert "secret" not in log.text
+
+
+async def test_a_death_is_known_before_its_record_is_read(monkeypatch: pytest.MonkeyPatch, log: CapturedLogs) -> None:
+    """Health and new calls must not wait for what is only told later."""
+    async with supervised() as (supervisor, observer):
+        assert supervisor.process is not None
+        read = supervisor.process.flight.read
+        known: list[int] = []
+
+        def spying_read() -> FlightRecord:
+            known.append(len(observer.deaths))
+            return read()
+
+        await collect(supervisor.generate(submit(1)))
+        monkeypatch.setattr(supervisor.process.flight, "read", spying_read)
+        supervisor.on_lost("test")
+        assert known[0] == 1
+
+
 def test_the_table_of_states_has_every_state() -> None:
     """Each state says what may follow, and nothing follows the ends."""
     assert set(NEXT_STATES) == set(EngineState)
