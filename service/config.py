@@ -215,8 +215,8 @@ FLAGS = (
     Flag("trust-remote-code", _switch, False, "run Python code that comes with the model", is_switch=True),
     Flag("host", _host, "127.0.0.1", "address to listen on", "HOST"),
     Flag("port", _integer(0, 65535), 50051, "port to listen on; 0 picks a free one", "PORT"),
-    Flag("dtype", _text, "auto", "precision; auto is float32 on a CPU, the checkpoint's own on a GPU", "TYPE",
-         ("auto", "float32", "bfloat16", "float16")),
+    Flag("dtype", _text, "auto", "precision; auto is float32 on a CPU, on a GPU the checkpoint's own 16-bit type or "
+         "bfloat16", "TYPE", ("auto", "float32", "bfloat16", "float16")),
     Flag("device", _text, "auto", "auto takes a GPU where there is one", "DEVICE", ("auto", "cpu", "cuda")),
     Flag("attention-backend", _text, "auto", "auto fits the device", "NAME", ("auto", "flash", "cpu", "reference")),
     Flag("threads", _integer(1, 1024), None, "compute threads of the engine (default: one per usable core)"),
@@ -303,7 +303,7 @@ def _given(flag: Flag, arguments: argparse.Namespace, environ: Mapping[str, str]
     text = getattr(arguments, flag.key)
     if text is not None:
         return f"--{flag.name}", text
-    return flag.variable, environ.get(flag.variable)
+    return flag.variable, environ.get(flag.variable) or None  # empty: what a manifest writes for "not set"
 
 
 def _value(flag: Flag, source: str, text: str) -> Any:

@@ -60,6 +60,14 @@ def test_a_flag_beats_the_environment_which_beats_the_default() -> None:
         parsed(EMBERLINE_PORT="x")
 
 
+def test_an_empty_variable_is_an_absent_one() -> None:
+    """A manifest writes "not set" so; an empty flag is still a mistake."""
+    nothing = {flag.variable: "" for flag in FLAGS + NOT_YET if flag.key != "model"}
+    assert parsed("--log-format", "json", **nothing) == parsed("--log-format", "json")
+    with pytest.raises(ConfigurationError, match="--port"):
+        parsed("--port", "")
+
+
 WRONG = [
     ("--port", "65536"), ("--port", "-1"), ("--port", "1.5"), ("--max-num-seqs", "0"), ("--threads", "0"),
     ("--step-deadline", "nan"), ("--step-deadline", "0"), ("--drain-grace", "-1"), ("--drain-grace", "inf"),
