@@ -36,6 +36,8 @@ VALUE_CHARS_MAX = 2048
 TRACEBACK_CHARS_MAX = 24 * 1024
 FRAMES_MAX = 12
 _FIRST_KEYS = ("timestamp", "level", "event")
+_KNOWN_LOGGERS = ("py", "scheduler", "service")
+"""Of the interpreter's warnings and of our own modules: their arguments hold no text of a caller."""
 
 
 class StderrWriter:
@@ -78,13 +80,16 @@ class StderrWriter:
             return self._changed.wait_for(lambda: not self._lines and not self._is_writing, timeout_s)
 
     def close(self, timeout_s: float) -> None:
-        """Flush, then end the thread; one that is stuck in a write is left behind (it is a daemon)."""
+        """Flush, then end the thread, in `timeout_s` together; one that is stuck in a write is left behind (it is a
+        daemon).
+        """
+        deadline_s = time.monotonic() + timeout_s
         self.flush(timeout_s)
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
         if self._thread.is_alive():
-            self._thread.join(timeout_s)
+            self._thread.join(max(deadline_s - time.monotonic(), 0))
 
     def _run(self) -> None:
         while True:
@@ -133,7 +138,8 @@ class _LibraryHandler(logging.Handler):
     """Takes what libraries log through the standard library into our stream, without tracebacks or their arguments."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = record.getMessage() if record.name == "py.warnings" else str(record.msg)
+        is_known = record.name.partition(".")[0] in _KNOWN_LOGGERS
+        text = record.getMessage() if is_known else str(record.msg)
         fields: dict[str, Any] = {"logger": record.name, "message": text.partition("\n")[0][:VALUE_CHARS_MAX]}
         error = record.exc_info[1] if record.exc_info else None
         if error is not None:
@@ -163,7 +169,7 @@ def configure(log_format: LogFormat, level: str, *, process: str, fd: int = 2) -
     def render_dropped(num_dropped: int) -> bytes:
         record: MutableMapping[str, Any] = {"event": "log lines dropped", "level": "warning", "count": num_dropped}
         for processor in processors[2:]:
-            record = processor(None, "warning", record)  # type: ignore[assignment]
+            record = processor(None, "warning", record)  # type: ignore[assignment] # the last one gives the line
         return str(record).encode() + b"\n"
 
     writer = StderrWriter(fd, render_dropped)
@@ -218,9 +224,9 @@ def parse_line(line: str) -> dict[str, Any] | None:
 
 
 def forward(record: Mapping[str, Any], **fields: Any) -> None:
-    """Log a record of another process as it is, with more fields."""
-    rest = {key: value for key, value in record.items() if key not in ("event", "level")}
-    get_logger().log(LEVELS[record["level"]], record["event"], **rest, **fields)
+    """Log a record of another process as it is, with more fields, which go before its own of the same name."""
+    rest = {key: value for key, value in record.items() if key not in ("event", "level", "self")}
+    get_logger().log(LEVELS[record["level"]], record["event"], **(rest | fields))
 
 
 def _stamp(process: str) -> Processor:

@@ -2,7 +2,8 @@
 
 What lives here: the edges of the process (descriptors, signals, limits, the parent's death) and the fatal boundary:
 whatever exception ends the loop, or any helper thread, is reported once as `EngineFailed` and ends the process. The
-front end logs it; here nothing is logged, so that a death has one record.
+front end logs it; here it is not logged, so that a death has one record. Other records go to stderr as JSON lines,
+which the front end takes into its own log.
 
 The life of an engine: read `EngineConfig`, load (telling progress), say `Ready`, then step until `Shutdown` (exit
 status 0) or until the front end is gone.
@@ -28,6 +29,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
+from scheduler import logs
 from scheduler.codec import Message
 from scheduler.config import EngineConfig
 from scheduler.core.config import SchedulerConfig
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 MESSAGE_BYTES_MAX = 2048
 TRACEBACK_CHARS_MAX = 16 * 1024
 LAST_WORDS_TIMEOUT_S = 1.0
+LOG_FLUSH_TIMEOUT_S = 0.1
 _PR_SET_PDEATHSIG = 1
 
 
@@ -58,7 +61,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     recorder = FlightRecorder(
         FlightWriter(arguments.flight_recorder_fd), time.monotonic_ns, lambda: channel.num_messages_received
     )
-    boundary = _FatalBoundary(channel, recorder)
+    log_writer = logs.configure("json", "debug", process="engine")  # the front end knows the level
+    boundary = _FatalBoundary(channel, recorder, log_writer)
     threading.excepthook = boundary.on_thread_exception
     try:
         recorder.enter(Phase.LOADING, 0)
@@ -68,8 +72,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         _run(core, channel, recorder)
     except FrontEndGoneError:
         os._exit(0)
-    except BaseException as error:  # noqa: BLE001 the boundary is for whatever there is, SystemExit included
+    except BaseException as error:  # noqa: BLE001 - the boundary is for whatever there is, SystemExit included
         boundary.fail(error)
+    log_writer.close(LOG_FLUSH_TIMEOUT_S)
     os._exit(0)  # Shutdown: native thread pools have nothing to save, and their destructors can hang
 
 
@@ -92,9 +97,9 @@ def _load(channel: Channel, recorder: FlightRecorder, started_s: float) -> tuple
 
     on_progress("imports")
     # Only now: torch takes seconds to import, and whatever goes wrong in it must reach the fatal boundary.
-    from scheduler.core.scheduler import Scheduler  # noqa: PLC0415
-    from scheduler.engine.engine_core import EngineCore  # noqa: PLC0415
-    from scheduler.model.startup import load_model_runner  # noqa: PLC0415
+    from scheduler.core.scheduler import Scheduler  # noqa: PLC0415 - see above
+    from scheduler.engine.engine_core import EngineCore  # noqa: PLC0415 - see above
+    from scheduler.model.startup import load_model_runner  # noqa: PLC0415 - see above
 
     runner = load_model_runner(config, on_progress)
     info = runner.info
@@ -142,9 +147,10 @@ def _run(core: EngineCore, channel: Channel, recorder: FlightRecorder) -> None:
 class _FatalBoundary:
     """Turns the exception that ends this engine into its last message."""
 
-    def __init__(self, channel: Channel, recorder: FlightRecorder) -> None:
+    def __init__(self, channel: Channel, recorder: FlightRecorder, log_writer: logs.StderrWriter) -> None:
         self._channel = channel
         self._recorder = recorder
+        self._log_writer = log_writer
         self._lock = threading.Lock()
         self.starting = True
 
@@ -167,6 +173,7 @@ class _FatalBoundary:
             starting=self.starting,
         )
         self._channel.send_last_words(report, timeout_s=LAST_WORDS_TIMEOUT_S)
+        self._log_writer.flush(LOG_FLUSH_TIMEOUT_S)
         os._exit(1)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from scheduler import logs
 from scheduler.codec import FrameDecoder, Message, encode
 from scheduler.config import EngineConfig
 from scheduler.core.config import SchedulerConfig
@@ -28,12 +29,25 @@ from tests.fakes import FakeRunner
 EXIT_TIMEOUT_S = 120
 
 
+LOGGING_ENGINE = """
+import logging
+from scheduler.engine import process
+
+def load(*_):
+    logging.getLogger("scheduler.model.x").warning("no cache in %s", "folder")
+    raise ValueError("broken")
+
+process._load = load
+process.main()
+"""
+
+
 @contextmanager
-def engine_process() -> Iterator[tuple[subprocess.Popen[bytes], socket.socket]]:
+def engine_process(*code: str) -> Iterator[tuple[subprocess.Popen[bytes], socket.socket]]:
     ours, theirs = socket.socketpair()
     fd = os.memfd_create("flight")
     os.ftruncate(fd, SIZE_BYTES)
-    command = [sys.executable, "-m", "scheduler.engine.process"]
+    command = [sys.executable, *(code or ("-m", "scheduler.engine.process"))]
     command += ["--socket-fd", str(theirs.fileno()), "--flight-recorder-fd", str(fd)]
     child = subprocess.Popen(command, pass_fds=[theirs.fileno(), fd], stderr=subprocess.PIPE, process_group=0)
     theirs.close()
@@ -67,6 +81,18 @@ def test_a_failing_start_is_one_report_and_status_1(tmp_path: Path) -> None:
         assert child.wait(EXIT_TIMEOUT_S) == 1
         assert child.stderr is not None
         assert b"Traceback" not in child.stderr.read()
+
+
+def test_what_the_engine_logs_are_records(tmp_path: Path) -> None:
+    """Each line is one that the front end takes into its log, at its level; even the last before a failure gets out."""
+    with engine_process("-c", LOGGING_ENGINE) as (child, connection):
+        (report,) = read_all(connection)
+        assert isinstance(report, EngineFailed)
+        assert child.stderr is not None
+        (line,) = child.stderr.read().decode().splitlines()
+        record = logs.parse_line(line)
+        assert record is not None
+        assert (record["level"], record["process"], record["message"]) == ("warning", "engine", "no cache in folder")
 
 
 def test_an_engine_whose_front_end_closes_the_socket_ends() -> None:

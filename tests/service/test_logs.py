@@ -139,6 +139,35 @@ def test_another_process_is_forwarded_as_it_is(log: CapturedLogs) -> None:
         assert logs.parse_line(other) is None
 
 
+def test_what_a_record_says_of_its_engine_does_not_count(log: CapturedLogs) -> None:
+    """A field of the same name, or one that a logger's own arguments have, is no error."""
+    logs.forward({"event": "hi", "level": "warning", "engine": 7, "self": 1}, engine=0)
+    (forwarded,) = log.records
+    assert (forwarded["event"], forwarded["engine"]) == ("hi", 0)
+
+
+def test_our_own_modules_are_logged_with_their_arguments(log: CapturedLogs) -> None:
+    """They hold no text of a caller; a library whose name begins alike is still a library."""
+    logging.getLogger("scheduler.model.attention.cpu").warning("no cache in %s", "folder")
+    logging.getLogger("schedulers").warning("no cache in %s", "folder")
+    assert [record["message"] for record in log.of("library message")] == ["no cache in folder", "no cache in %s"]
+
+
+def test_closing_a_stuck_writer_takes_its_time_once() -> None:
+    """Flushing and ending the thread share one deadline: the thread is left no more than what flushing has left."""
+    pipe = Pipe()
+    pipe.fill()
+    writer = logs.StderrWriter(pipe.write_fd, lambda _: b"")
+    writer.start()
+    writer.write(b"x\n")
+    waits: list[float] = []
+    writer._thread.join = waits.append  # type: ignore[method-assign, assignment]
+    writer.close(0.05)
+    assert waits == [0]
+    pipe.drain()
+    pipe.close()
+
+
 def test_an_unforeseen_exception_is_described_without_its_text() -> None:
     """Type and places are told, never the message."""
 
