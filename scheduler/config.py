@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEVICES = ("auto", "cpu", "cuda")
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
@@ -14,10 +17,10 @@ class EngineConfig:
     revision: str | None = None
     trust_remote_code: bool = False
     dtype: str = "auto"
-    """`auto`, `float32`, `bfloat16` or `float16`. `auto` is float32 on a CPU; on a GPU the checkpoint's own if it
+    """One of `DTYPES`. `auto` is float32 on a CPU; on a GPU the checkpoint's own if it
     has 16 bits, else bfloat16."""
     device: str = "auto"
-    """`auto`, `cpu` or `cuda`."""
+    """One of `DEVICES`."""
     attention_backend: str = "auto"
     """A name in `scheduler/model/attention/registry.py`, or `auto`."""
     num_threads: int | None = None

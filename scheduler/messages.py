@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
-UINT64_MAX = 2**64 - 1
+GREEDY_TEMPERATURE = 1e-5
+"""Below this a sequence is greedy: its distribution could not be told from the argmax in float32."""
 
 
 class FinishReason(IntEnum):
@@ -54,7 +55,7 @@ class SamplingParams:
     """
 
     temperature: float = 1.0
-    """0 is greedy. The front end maps anything below 1e-5 to 0."""
+    """0 is greedy. The front end maps anything below `GREEDY_TEMPERATURE` to 0."""
     top_p: float = 1.0
     """Nucleus mass in (0, 1]; 1 keeps all."""
     top_k: int = 0

@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from scheduler.config import EngineConfig
+from scheduler.config import DEVICES, DTYPES, EngineConfig
 from scheduler.errors import ConfigurationError, StartupError
 from scheduler.logs import LEVELS, LogFormat, default_format
 
@@ -216,8 +216,8 @@ FLAGS = (
     Flag("host", _host, "127.0.0.1", "address to listen on", "HOST"),
     Flag("port", _integer(0, 65535), 50051, "port to listen on; 0 picks a free one", "PORT"),
     Flag("dtype", _text, "auto", "precision; auto is float32 on a CPU, on a GPU the checkpoint's own 16-bit type or "
-         "bfloat16", "TYPE", ("auto", "float32", "bfloat16", "float16")),
-    Flag("device", _text, "auto", "auto takes a GPU where there is one", "DEVICE", ("auto", "cpu", "cuda")),
+         "bfloat16", "TYPE", DTYPES),
+    Flag("device", _text, "auto", "auto takes a GPU where there is one", "DEVICE", DEVICES),
     Flag("attention-backend", _text, "auto", "auto fits the device", "NAME", ("auto", "flash", "cpu", "reference")),
     Flag("threads", _integer(1, 1024), None, "compute threads of the engine (default: one per usable core)"),
     Flag("max-model-len", _integer(2), None, "tokens of prompt and output together (default: the model's own limit)"),

@@ -16,7 +16,14 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
 from emberline.v1 import inference_pb2, tokenizer_pb2
-from scheduler.messages import FinishReason, SamplingParams, StoppingParams, Submit, TokenLogprobs
+from scheduler.messages import (
+    GREEDY_TEMPERATURE,
+    FinishReason,
+    SamplingParams,
+    StoppingParams,
+    Submit,
+    TokenLogprobs,
+)
 from service.errors import FieldViolation, InvalidRequestError, UnknownModelError, UnsupportedOptionError
 from service.request import (
     CACHE_SALT_BYTES_MAX,
@@ -37,7 +44,6 @@ from service.request import (
     TokenizeRequest,
 )
 
-TEMPERATURE_GREEDY_BELOW = 1e-5
 TOP_P_MIN = 1e-6
 """A smaller one keeps the best token alone, as this does; single precision would make it 0, which keeps none."""
 NUM_VIOLATIONS_PER_LIST_MAX = 4
@@ -341,7 +347,7 @@ def _sampling(
 
     def effective(draw_seed: Callable[[], int]) -> SamplingParams:
         return SamplingParams(
-            temperature=0.0 if temperature < TEMPERATURE_GREEDY_BELOW else temperature,
+            temperature=0.0 if temperature < GREEDY_TEMPERATURE else temperature,
             top_p=max(top_p, TOP_P_MIN),
             top_k=top_k,
             seed=options.seed if options.HasField("seed") else draw_seed(),

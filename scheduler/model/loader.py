@@ -15,13 +15,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
-from scheduler.config import EngineConfig
+from scheduler.config import DEVICES, DTYPES, EngineConfig
 from scheduler.errors import ConfigurationError, StartupError
 from scheduler.model.families import effective_max_model_len, refuse_unsupported, unsupported
 from scheduler.model.paged_attention import PROBING
 from scheduler.model.probe import AttentionShape, probe_attention
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +74,9 @@ def load_model(engine_config: EngineConfig) -> LoadedModel:
 
 def resolve_device(name: str) -> torch.device:
     """`auto` is the GPU where there is one. Raises ConfigurationError for a device that is not there."""
+    assert name in DEVICES, name
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name not in ("cpu", "cuda"):
-        raise ConfigurationError(f"no device is named {name!r}; there are auto, cpu and cuda")
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigurationError("device cuda was asked for, but torch finds no GPU")
     return torch.device(name)
@@ -93,9 +90,9 @@ def resolve_dtype(name: str, device: torch.device, own: object) -> torch.dtype:
         if device.type == "cpu":
             return torch.float32
         return torch.float16 if own == torch.float16 else torch.bfloat16
-    if name not in _DTYPES:
-        raise ConfigurationError(f"no dtype is named {name!r}; there are auto, {', '.join(_DTYPES)}")
-    return _DTYPES[name]
+    assert name in DTYPES, name
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def _load_config(engine_config: EngineConfig) -> PreTrainedConfig:

@@ -26,13 +26,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from scheduler.messages import TokenLogprobs
+from scheduler.messages import GREEDY_TEMPERATURE, TokenLogprobs
 from scheduler.model.noise import UInt64Array, gumbel
 
 GROUP_SIZE = 256
 """Ids per group of the two-stage draw. Part of the noise: another value draws other tokens."""
-GREEDY_TEMPERATURE = 1e-5
-"""Below this a row is greedy: its distribution could not be told from the argmax in float32."""
 FLOAT32_MAX = float(torch.finfo(torch.float32).max)
 
 # Lengths of the list of best tokens: one for most rows, one for most others. Where the filters keep more than the last

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from scheduler.codec import MAX_FRAME_BYTES, CodecError, FrameDecoder, Message, encode
 from scheduler.config import EngineConfig
 from scheduler.messages import (
-    UINT64_MAX,
     Abort,
     EngineFailed,
     EngineStats,
@@ -38,7 +37,7 @@ MESSAGES: list[Message] = [
         request_id=7,
         prompt_token_ids=tuple(range(5000)),
         sampling=SamplingParams(
-            temperature=0.5, seed=UINT64_MAX, logit_bias=((3, -1.5), (4, math.inf)), allowed_token_ids=(1, 2)
+            temperature=0.5, seed=2**64 - 1, logit_bias=((3, -1.5), (4, math.inf)), allowed_token_ids=(1, 2)
         ),
         stopping=StoppingParams(max_tokens=2**31 - 1, eos_token_ids=(2,), stop_token_ids=(5, 6)),
         resume_token_ids=(1, 2, 3),

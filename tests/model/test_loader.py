@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from scheduler.config import EngineConfig
+from scheduler.config import DTYPES, EngineConfig
 from scheduler.errors import ConfigurationError, EmberlineError, StartupError
 from scheduler.model.attention.flash import FlashBackend
 from scheduler.model.loader import load_model, resolve_device, resolve_dtype
@@ -88,10 +88,10 @@ def test_an_unknown_architecture_is_a_configuration_error(tmp_path: Path) -> Non
     assert "from_the_future" in str(error)
 
 
-def test_device_and_dtype_names_are_checked(model_dir: ModelDir) -> None:
-    """Unknown names are configuration errors; `auto` is float32 on a CPU."""
-    for flags in ({"device": "tpu"}, {"dtype": "int3"}):
-        assert isinstance(refusal(model_dir("llama"), **flags), ConfigurationError)
+def test_every_device_and_dtype_that_a_flag_may_name_is_known() -> None:
+    """`auto` is float32 on a CPU, and a device that is not there is a configuration error."""
+    gpu = torch.device("cuda")
+    assert {resolve_dtype(name, gpu, None) for name in DTYPES} == {torch.float32, torch.bfloat16, torch.float16}
     cpu = torch.device("cpu")
     assert resolve_dtype("auto", cpu, torch.bfloat16) == torch.float32
     assert resolve_dtype("bfloat16", cpu, None) == torch.bfloat16
