@@ -158,7 +158,6 @@ def configure(log_format: LogFormat, level: str, *, process: str, fd: int = 2) -
     """
     renderer = _render_json if log_format == "json" else _console_renderer()
     processors: list[Processor] = [
-        structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
         _stamp(process),
         _bound_values,
@@ -168,7 +167,7 @@ def configure(log_format: LogFormat, level: str, *, process: str, fd: int = 2) -
 
     def render_dropped(num_dropped: int) -> bytes:
         record: MutableMapping[str, Any] = {"event": "log lines dropped", "level": "warning", "count": num_dropped}
-        for processor in processors[2:]:
+        for processor in processors[1:]:
             record = processor(None, "warning", record)  # type: ignore[assignment] # the last one gives the line
         return str(record).encode() + b"\n"
 
