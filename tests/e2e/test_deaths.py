@@ -95,6 +95,7 @@ class Aftermath:
     """What was written from the fault on."""
     termination_log: str
     last_stream_s: float
+    not_serving_s: float
     exit_s: float
     """From the fault; for `hang` with the step deadline, for what is injected with the rest of a step."""
     fatal_errors: list[dict[str, Any]] = field(init=False)
@@ -142,6 +143,7 @@ async def _die(kind: Kind, num_streams: int, folder: Path) -> Aftermath:
                 streams = await crowd.until_ended(LIMIT_S)
             exit_status = await asyncio.to_thread(server.wait, LIMIT_S)
             exit_s = time.monotonic() - begun_s
+            not_serving_s = readiness.wait_for("NOT_SERVING") - begun_s
             readiness.join()
             liveness.join()
             return Aftermath(
@@ -159,6 +161,7 @@ async def _die(kind: Kind, num_streams: int, folder: Path) -> Aftermath:
                 stderr_since=server.raw_stderr[num_chars_before:],
                 termination_log=termination_log.read_text() if termination_log.exists() else "",
                 last_stream_s=max(stream.ended_s for stream in streams) - begun_s,
+                not_serving_s=not_serving_s,
                 exit_s=exit_s,
             )
     finally:
@@ -186,8 +189,9 @@ def deaths(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Aft
             aftermath = asyncio.run(_die(KINDS[name], num_streams, tmp_path_factory.mktemp("death")))
             known[name, num_streams] = aftermath
             print(
-                f"{name} with {num_streams} streams: the last stream's end {aftermath.last_stream_s:.3f} s, the "
-                f"process's {aftermath.exit_s:.3f} s after it; {len(aftermath.told_probes)} new calls told meanwhile"
+                f"{name}, {num_streams} streams: the last ended after {aftermath.last_stream_s:.3f} s, a Watch was told "
+                f"after {aftermath.not_serving_s:.3f} s, the process left after {aftermath.exit_s:.3f} s; "
+                f"{len(aftermath.told_probes)} new calls told meanwhile"
             )
         return known[name, num_streams]
 
@@ -313,25 +317,37 @@ def test_an_engine_that_fails_and_lingers(start_server: Callable[..., Server], t
     termination_log = tmp_path / "termination"
     server = start_server(env=fault.env, termination_log=termination_log, **SMALL)
 
-    async def die() -> tuple[list[Generation], str, list[Generation]]:
+    told: list[Generation] = []
+    states: list[str] = []
+
+    def ask_until_gone(client: ReflectionClient, channel: grpc.Channel) -> None:
+        """From before the death on, so that no moment after it is missed."""
+        health = Health(channel)
+        with contextlib.suppress(grpc.RpcError):
+            while (
+                call := client.generate(channel=channel, **endless(CANARY, max_tokens=1))
+            ).status.reason or call.text:
+                if call.status.reason:
+                    told.append(call)
+                    states.append(health.check("readiness"))
+
+    async def die() -> list[Generation]:
         with ReflectionClient(server.address) as client, closing(client.new_channel()) as other_channel:
-            health = Health(other_channel)
-            assert health.check() == "SERVING"
             async with Crowd(client, 3, lambda number: endless(prompt(number))) as crowd:
                 await crowd.until_begun(3)
+                asking = asyncio.create_task(asyncio.to_thread(ask_until_gone, client, other_channel))
                 fault.commit("linger")
                 await asyncio.wait_for(crowd.first_end.wait(), LIMIT_S)
                 server.signal(signal.SIGTERM)
-                state = health.check("readiness")
-                probes = await asyncio.to_thread(call_until_gone, client, other_channel, CANARY)
-                return await crowd.until_ended(), state, probes
+                streams = await crowd.until_ended()
+            await asyncio.wait_for(asking, LIMIT_S)
+            return streams
 
-    streams, state, probes = asyncio.run(die())
+    streams = asyncio.run(die())
     assert server.wait(LIMIT_S) == 4
     (record,) = server.fatal_errors
-    told = [probe for probe in probes if probe.status.reason]
     assert told
-    assert state == "NOT_SERVING"
+    assert set(states) == {"NOT_SERVING"}
     for call in streams + told:
         call.expect(UNAVAILABLE, "ENGINE_DEAD")
         assert call.status.metadata["death_id"] == record["death_id"]

@@ -49,7 +49,7 @@ def test_streams_finish_after_sigterm(start_server: Callable[..., Server]) -> No
     """SIGTERM with 20 streams, some of them waiting: all end OK with all their tokens. A new connection is told
     NOT_SERVING, that the process lives, and DRAINING. Two open Watches do not delay the end.
     """
-    num_tokens = 120
+    num_tokens = 60
     server = start_server(drain_grace=300, **SMALL)
 
     async def stop() -> tuple[list[Generation], float]:
@@ -94,13 +94,13 @@ def test_ctrl_c_drains(start_server: Callable[..., Server]) -> None:
 
     async def stop() -> list[Generation]:
         with ReflectionClient(server.address) as client:
-            async with Crowd(client, 3, lambda number: endless(_story(number), 60)) as crowd:
+            async with Crowd(client, 3, lambda number: endless(_story(number), 30)) as crowd:
                 await crowd.until_begun(3)
                 os.killpg(server.pid, signal.SIGINT)
                 return await crowd.until_ended(240.0)
 
     for stream in asyncio.run(stop()):
-        assert len(stream.expect_ok().token_ids) == 60
+        assert len(stream.expect_ok().token_ids) == 30
     expect_clean_stop(server)
 
 

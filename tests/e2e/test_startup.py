@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import pytest
 
-from tests.e2e.crowd import endless
+from tests.e2e.crowd import SMALL, endless
 from tests.e2e.harness import ROOT, ReflectionClient, Server, default_model_dir
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -97,7 +97,7 @@ def test_a_taken_port_fails_before_anything_loads(
         (["--termination-log", "/no/such/directory/file"], "--termination-log"),
         (["--model", "/no/such/model"], "--model"),
     ],
-    ids=" ".join,
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_a_wrong_flag_is_named(refuse: Callable[..., Server], arguments: list[str], named: str) -> None:
     """A flag that is unknown, out of range or at odds with another: exit code 2 and one line that names it."""
@@ -199,7 +199,7 @@ def test_calls_during_the_start() -> None:
     with closing(socket.socket()) as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    server = Server(port=port).spawn()
+    server = Server(port=port, **SMALL).spawn()
     try:
         server.wait_for_log("engine starting", LIMIT_S)
         with ReflectionClient(f"127.0.0.1:{port}") as client, client.health.watch("readiness") as watch:
