@@ -342,14 +342,14 @@ def _word_piece(step: Mapping[str, Any]) -> Callable[[], Stage]:
     return lambda: _FirstDiffers(first, later)
 
 
-def _byte_level_alphabet() -> dict[str, int]:
+def byte_level_alphabet() -> dict[str, int]:
     """GPT-2's mapping of bytes to printable characters: a printable one is itself, the rest come from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(256 + rank): byte for rank, byte in enumerate(rest)}
 
 
-_BYTE_OF_CHAR = _byte_level_alphabet()
+_BYTE_OF_CHAR = byte_level_alphabet()
 
 
 @lru_cache(maxsize=2**17)

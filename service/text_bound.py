@@ -2,7 +2,8 @@
 
 What lives here: the reading of tokenizer.json for this one number. The law: a text of N bytes has at least N / number
 tokens. That holds only where no step loses text, so every step that is not known to keep it makes the answer None: a
-normalizer may strip, a pre-tokenizer may drop spaces, an unknown word of any length may be one token.
+normalizer may strip, a pre-tokenizer may drop spaces, an unknown word of any length may be one token. One loss is
+passed over: vocabularies without control characters and unassigned planes drop those, and none else counts on that.
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tokenizers import pre_tokenizers
+from service.detokenizer import byte_level_alphabet
 
 NFC_SHRINKS_BY_MAX = 4
 """Composition makes at most three bytes into one (Hangul), and a little less of other letters."""
+_TEXT_BYTES = frozenset((*b"\t\n\r", *range(0x20, 0x7F), *range(0x80, 0xC0), *range(0xC2, 0xF1)))
+"""What UTF-8 of text is made of, planes 4 to 16 left out."""
+_TEXT_CHARS = frozenset(char for char, byte in byte_level_alphabet().items() if byte in _TEXT_BYTES)
 
 
 def bytes_per_token_max(description: Mapping[str, Any]) -> int | None:
@@ -33,7 +37,7 @@ def bytes_per_token_max(description: Mapping[str, Any]) -> int | None:
     if not all(map(_keeps, steps)) or any(token.get("lstrip") or token.get("rstrip") for token in added):
         return None
     if any(step.get("type") == "ByteLevel" for step in steps):
-        if not vocabulary.keys() >= set(pre_tokenizers.ByteLevel.alphabet()):
+        if not vocabulary.keys() >= _TEXT_CHARS:
             return None
         longest = max(map(len, vocabulary))  # a character of that alphabet is a byte
     elif model.get("byte_fallback") and vocabulary.keys() >= {f"<0x{byte:02X}>" for byte in range(256)}:

@@ -471,7 +471,7 @@ class ReflectionClient:
         """The class of a message by its full name; `emberline.v1.` may be left out."""
         return message_factory.GetMessageClass(self._pool.FindMessageTypeByName(_full_name(name)))
 
-    @functools.cache  # noqa: B019
+    @functools.cache  # noqa: B019 - as above
     def method(self, path: str) -> MethodDescriptor:
         service, _, name = _full_name(path).partition("/")
         return self._pool.FindServiceByName(service).methods_by_name[name]

@@ -163,7 +163,7 @@ async def test_a_stalled_watcher_harms_nobody_and_then_gets_the_latest(served: S
     assert await next_status(watch) == NOT_SERVING
     handlers = safe_handlers(health_pb2.DESCRIPTOR.services_by_name["Health"], health, served._bug)
     details = type("Details", (), {"method": "/grpc.health.v1.Health/Watch", "invocation_metadata": ()})()
-    body = handlers.service(details).unary_stream  # type: ignore[arg-type, union-attr]
+    body = handlers.service(details).unary_stream  # type: ignore[arg-type, union-attr] # a stand-in for the call
     stalled = StalledContext()
     task = asyncio.ensure_future(body(health_pb2.HealthCheckRequest(service=""), stalled))
     await stalled.stalled.wait()

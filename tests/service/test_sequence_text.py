@@ -140,9 +140,9 @@ def test_a_resumed_stream_goes_on_where_the_first_attempt_was(
         prompt, chosen, token_ids = [1], fallback, [3 + byte for byte in output.encode()]
     options = {"stop_strings": stops, "min_tokens": min_tokens, "include_stop": include_stop}
 
-    whole = SequenceText(chosen, prompt, **options).push(token_ids, FinishReason.MAX_TOKENS)  # type: ignore[arg-type]
+    whole = SequenceText(chosen, prompt, **options).push(token_ids, FinishReason.MAX_TOKENS)  # type: ignore[arg-type] # drawn
     cut = min(cut, max(0, len(token_ids) - 1))
-    first = SequenceText(chosen, prompt, **options)  # type: ignore[arg-type]
+    first = SequenceText(chosen, prompt, **options)  # type: ignore[arg-type] # drawn
     sent = ""
     for position, token_id in enumerate(token_ids[:cut]):
         delta = first.push([token_id])
@@ -150,7 +150,7 @@ def test_a_resumed_stream_goes_on_where_the_first_attempt_was(
         if delta.finish_reason is not None:
             assert (sent, position + 1) == (whole.text, whole.num_kept_tokens)
             return
-    second = SequenceText(chosen, prompt, token_ids[:cut], **options)  # type: ignore[arg-type]
+    second = SequenceText(chosen, prompt, token_ids[:cut], **options)  # type: ignore[arg-type] # drawn
     assert second.resumed is None
     if cut == len(token_ids):
         return

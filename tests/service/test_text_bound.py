@@ -41,6 +41,22 @@ def test_the_bound_is_that_of_the_longest_token() -> None:
     assert bound(BOUNDED["byte_level"]) == len("<|im_start|>")
 
 
+@pytest.mark.parametrize(("char", "has_bound"), [("Ć", True), ("ÿ", True), ("a", False), ("Ġ", False)])
+def test_a_byte_without_a_token_matters_if_texts_have_it(char: str, has_bound: bool) -> None:
+    """Many vocabularies lack a control character or a byte that no UTF-8 has; without a letter there is no bound."""
+    described = json.loads(tiny_tokenizers.byte_level().to_str())
+    del described["model"]["vocab"][char]
+    assert (bytes_per_token_max(described) is not None) == has_bound
+
+
+def test_the_default_model_has_a_bound() -> None:
+    """Its longest token is a run of spaces."""
+    path = tiny_tokenizers.DEFAULT_MODEL / "tokenizer.json"
+    if not path.is_file():
+        pytest.skip("the default model is not installed")
+    assert bytes_per_token_max(json.loads(path.read_text())) == 81
+
+
 def _change(change: str) -> Tokenizer:
     tokenizer = tiny_tokenizers.byte_level()
     match change:
