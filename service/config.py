@@ -232,8 +232,8 @@ FLAGS = (
     Flag("gpu-memory-utilization", _number(0, 1, above=True), 0.9, "share of the GPU's memory to use", "SHARE"),
     Flag("max-queue-requests", _integer(1, 10**6), 1024, "requests that may wait for their first token; more are "
          "told QUEUE_FULL"),
-    Flag("max-queue-tokens", _integer(1, 10**9), 1_000_000, "prompt tokens, and entries of long options, that may wait for a "
-         "first token"),
+    Flag("max-queue-tokens", _integer(1, 10**9), 1_000_000, "prompt tokens, and entries of long options, that may "
+         "wait for a first token"),
     Flag("step-deadline", _number(0.1, 3600), 10.0, "seconds after which a step without progress is a dead engine",
          "SECONDS", field="step_deadline_s"),
     Flag("drain-grace", _number(0, 86400), 30.0, "seconds that live streams get after SIGTERM", "SECONDS",
