@@ -189,7 +189,7 @@ def deaths(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Aft
             aftermath = asyncio.run(_die(KINDS[name], num_streams, tmp_path_factory.mktemp("death")))
             known[name, num_streams] = aftermath
             print(
-                f"{name}, {num_streams} streams: the last ended after {aftermath.last_stream_s:.3f} s, a Watch was told "
+                f"{name}, {num_streams} streams: the last ended after {aftermath.last_stream_s:.3f} s, a Watch heard it "
                 f"after {aftermath.not_serving_s:.3f} s, the process left after {aftermath.exit_s:.3f} s; "
                 f"{len(aftermath.told_probes)} new calls told meanwhile"
             )
