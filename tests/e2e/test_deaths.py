@@ -189,8 +189,8 @@ def deaths(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Aft
             aftermath = asyncio.run(_die(KINDS[name], num_streams, tmp_path_factory.mktemp("death")))
             known[name, num_streams] = aftermath
             print(
-                f"{name}, {num_streams} streams: the last ended after {aftermath.last_stream_s:.3f} s, a Watch heard it "
-                f"after {aftermath.not_serving_s:.3f} s, the process left after {aftermath.exit_s:.3f} s; "
+                f"{name}, {num_streams} streams: the last ended after {aftermath.last_stream_s:.3f} s, a Watch heard "
+                f"of it after {aftermath.not_serving_s:.3f} s, the process left after {aftermath.exit_s:.3f} s; "
                 f"{len(aftermath.told_probes)} new calls told meanwhile"
             )
         return known[name, num_streams]
