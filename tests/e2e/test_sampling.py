@@ -33,7 +33,7 @@ SEEDED: dict[str, dict[str, Any]] = {
     "hot": {"temperature": 1.0, "seed": 2**64 - 1},
     "top_p": {"temperature": 1.0, "top_p": 0.9, "seed": 13},
     "top_k": {"temperature": 0.8, "top_k": 40, "seed": 0},
-    "min_p": {"temperature": 1.0, "min_p": 0.05, "seed": 15},
+    "min_p": {"temperature": 1.0, "min_p": 0.05, "seed": 18},
     "penalties": {
         "temperature": 0.8,
         "repetition_penalty": 1.2,
