@@ -18,6 +18,7 @@ from enum import IntEnum
 
 from scheduler.codec import FrameDecoder, encode
 from scheduler.config import EngineConfig
+from scheduler.core.stopping import finish_reason_after
 from scheduler.flight_record import FlightWriter, StepShape
 from scheduler.messages import (
     Abort,
@@ -168,10 +169,18 @@ class FakeEngine:
     def step(self) -> None:
         outputs = []
         for request_id, (submit, position) in list(self._running.items()):
-            if position >= submit.stopping.max_tokens:  # resumed tokens that had reached the end
-                outputs.append(SequenceOutput(request_id, 0, (), finish_reason=FinishReason.MAX_TOKENS))
-                del self._running[request_id]
-                continue
+            if submit.resume_token_ids and position == len(submit.resume_token_ids):
+                over = finish_reason_after(
+                    submit.resume_token_ids[-1],
+                    num_prompt_tokens=len(submit.prompt_token_ids),
+                    num_tokens=len(submit.prompt_token_ids) + position,
+                    stopping=submit.stopping,
+                    max_model_len=MAX_MODEL_LEN,
+                )
+                if over is not None:
+                    outputs.append(SequenceOutput(request_id, 0, (), finish_reason=over, num_cached_tokens=0))
+                    del self._running[request_id]
+                    continue
             token_id = tokens_of(submit.prompt_token_ids, position + 1)[position]
             is_last = position + 1 >= submit.stopping.max_tokens
             cached = 0 if position == len(submit.resume_token_ids) else None

@@ -229,6 +229,25 @@ async def test_streams_over_the_grace_are_cut(model: Path, log: CapturedLogs, ho
     assert not log.of("fatal error")
 
 
+async def test_a_second_signal_waits_for_no_reader(
+    model: Path, log: CapturedLogs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stream whose reader has stalled cannot be told; the process leaves all the same, without any grace."""
+    monkeypatch.setattr("service.server.AFTER_GRACE_TIMEOUT_S", 3600)
+    monkeypatch.setattr("service.server.READER_TIMEOUT_S", 3600)
+    narrow = [("grpc.use_local_subchannel_pool", 1), ("grpc.http2.lookahead_bytes", 0), ("grpc.http2.bdp_probe", 0)]
+    async with running(model) as run, grpc.aio.insecure_channel(run.server.address, narrow) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        call = stub.Generate(request(1, max_tokens=4000, request_id="l" * 128))
+        await call.read()
+        (stream,) = run.server._supervisor.client._streams.values()
+        await until(lambda: len(stream._outputs) >= 100)  # a hundred steps without coming back for more
+        run.server.request_stop()
+        run.server.request_stop()
+        assert await run.exit_code() is ExitCode.CLEAN
+        call.cancel()
+
+
 async def test_a_stop_while_loading_is_quick_and_clean(model: Path, log: CapturedLogs) -> None:
     """A stop signal while the model loads ends with 0 and without waiting for the load."""
     async with running(model, engine=fake_engine(load_s=600), wait=False) as run:

@@ -78,6 +78,23 @@ async def test_resumed_tokens_are_not_sent_again(model: Path, log: CapturedLogs)
     assert (only.usage.prompt, only.usage.completion) == (2, 0)
 
 
+@pytest.mark.parametrize(
+    ("resumed", "reason", "token_id"),
+    [([3, 150], "EOS", 150), ([3, 9], "STOP_TOKEN", 9), ([3, 4, 5], "MAX_TOKENS", None)],
+)
+async def test_resumed_tokens_that_had_reached_an_end_end_so_again(
+    model: Path, log: CapturedLogs, resumed: list[int], reason: str, token_id: int | None
+) -> None:
+    """The engine tells how; the only message has no text and no tokens, and names the token that ended it."""
+    stopping = inference_pb2.StoppingOptions(max_tokens=3, stop_token_ids=[9])
+    async with running(model) as run:
+        (only,) = [delta async for delta in run.generate(1, 2, stopping=stopping, resume_token_ids=resumed)]
+    assert (only.text, len(only.tokens), only.usage.completion, only.prompt.count) == ("", 0, 0, 2)
+    assert only.finish.reason == inference_pb2.FinishReason.Value(f"FINISH_REASON_{reason}")
+    assert only.finish.HasField("matched_token_id") == (token_id is not None)
+    assert only.finish.matched_token_id == (token_id or 0)
+
+
 async def test_a_stop_string_lets_go_of_the_engine_before_its_text_is_read(model: Path, log: CapturedLogs) -> None:
     """While the last delta waits for its reader, the journal has forgotten the request and the engine has been told."""
     whole = text_of(model, tokens_of((1, 2), 60))
