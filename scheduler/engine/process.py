@@ -79,10 +79,13 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def _guard_process() -> None:
-    """No core dumps (they delay end-of-file and reaping), no outliving the parent, no share in its Ctrl-C."""
+    """No core dumps (they delay end-of-file and reaping), no outliving the parent, no share in its signals to stop."""
     faulthandler.enable()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # The front end drains first and then says Shutdown. A terminal's Ctrl-C reaches process groups, and a service
+    # manager's SIGTERM whole control groups: an engine that died of it would make a clean stop a death.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with contextlib.suppress(OSError, AttributeError):  # Linux only; elsewhere end of file on the socket must do
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # A parent that died before the line above sent no signal; its end of the socket is closed, and the first read of

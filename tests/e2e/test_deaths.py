@@ -68,7 +68,7 @@ KINDS = {
     "hang": Kind(
         lambda server, _: os.kill(server.engine_pid(), signal.SIGSTOP), signal="SIGKILL", told="step deadline"
     ),
-    **{number.name: _signal(number) for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM, signal.SIGABRT)},
+    **{number.name: _signal(number) for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)},
 }
 CROWDED = ("exception", "SIGKILL", "hang")
 CASES = [*((kind, 3) for kind in KINDS), *((kind, 93) for kind in CROWDED)]

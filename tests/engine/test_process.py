@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from scheduler import logs
 from scheduler.codec import FrameDecoder, Message, encode
 from scheduler.config import EngineConfig
@@ -102,14 +104,15 @@ def test_an_engine_whose_front_end_closes_the_socket_ends() -> None:
         assert child.wait(EXIT_TIMEOUT_S) == 0
 
 
-def test_a_terminal_interrupt_does_not_reach_the_engine(tmp_path: Path) -> None:
-    """Ctrl-C is the front end's to handle: an engine that is loading goes on and ends by its own failure instead."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_stop_is_the_front_ends_to_handle(number: signal.Signals, tmp_path: Path) -> None:
+    """Sent to all processes of the service, it leaves an engine to go on: here, to end by its own failure instead."""
     with engine_process() as (child, connection):
         connection.sendall(encode(EngineConfig(model=str(tmp_path))))
         connection.settimeout(EXIT_TIMEOUT_S)
         first = connection.recv(1, socket.MSG_PEEK)  # the first progress: the process is up
         assert first
-        os.kill(child.pid, signal.SIGINT)
+        os.kill(child.pid, number)
         assert isinstance(read_all(connection)[-1], EngineFailed)
         assert child.wait(EXIT_TIMEOUT_S) == 1
 
