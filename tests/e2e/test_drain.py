@@ -88,15 +88,17 @@ def test_streams_finish_after_sigterm(start_server: Callable[..., Server]) -> No
     expect_clean_stop(server)
 
 
-def test_ctrl_c_drains(start_server: Callable[..., Server]) -> None:
-    """SIGINT to the whole process group, as a terminal sends it: the engine does not get it before the drain."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_every_process_drains(number: signal.Signals, start_server: Callable[..., Server]) -> None:
+    """A terminal's Ctrl-C reaches groups, a service manager's SIGTERM the engine too: streams still finish."""
     server = start_server(**SMALL)
 
     async def stop() -> list[Generation]:
         with ReflectionClient(server.address) as client:
             async with Crowd(client, 3, lambda number: endless(_story(number), 30)) as crowd:
                 await crowd.until_begun(3)
-                os.killpg(server.pid, signal.SIGINT)
+                os.kill(server.engine_pid(), number)
+                os.killpg(server.pid, number)
                 return await crowd.until_ended(240.0)
 
     for stream in asyncio.run(stop()):
