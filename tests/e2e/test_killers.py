@@ -483,7 +483,7 @@ def test_cancel_during_prefill(house: House) -> None:
     with house.neighbours():
         for ids in long:
             _until(lambda: house.client.load().kv_blocks_used < 24)
-            call = house.client.stream(**short(token_ids={"ids": ids}))
+            call = house.client.stream(**short(token_ids={"ids": ids}, stopping={"max_tokens": 2000}))
             # 1,500 tokens are three steps or more: as soon as it holds blocks, it is in the midst of them.
             _until(lambda: house.client.load().kv_blocks_used >= 30)
             call.cancel()
