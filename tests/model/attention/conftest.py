@@ -20,9 +20,11 @@ from tests.model.attention.flash_stand_in import FlashAttnStandIn, TorchVarlenSt
 MakeBackend = Callable[..., AttentionBackend]
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Kernels are compiled once per session, and not taken from what an earlier one left."""
+    """Kernels are not taken from what an earlier session left. For these modules alone: other tests' servers find
+    their model by the same variable.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EMBERLINE_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
