@@ -177,8 +177,10 @@ class Server:
             except OSError as error:
                 raise StartupError(f"cannot start the engine process: {error.strerror}") from None
             stop = asyncio.create_task(self._stop_requested.wait())
-            waiting: set[asyncio.Future[Any]] = {stop, self._supervisor.burial, loading}
-            while not stop.done() and not self._supervisor.burial.done():
+            # Never cancelled: the cancellation would reach the future that gRPC's own stop waits for.
+            listening = asyncio.ensure_future(self._grpc.wait_for_termination())
+            waiting: set[asyncio.Future[Any]] = {stop, self._supervisor.burial, loading, listening}
+            while not (stop.done() or self._supervisor.burial.done() or listening.done()):
                 await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 if loading.done():
                     waiting.discard(loading)
@@ -186,11 +188,22 @@ class Server:
         except (ConfigurationError, StartupError) as error:
             return await self._leave(self._could_not_start(error))
         stop.cancel()
+        is_deaf = listening.done()
+        if is_deaf:
+            self._on_listener_lost(listening)
         if self._death is None:
             code = await self._drain()
             if self._death is None:
-                return await self._leave(code)
+                return await self._leave(ExitCode.BUG if is_deaf else code)
         return await self._leave(await self._give_up(self._death))
+
+    def _on_listener_lost(self, listening: asyncio.Future[bool]) -> None:
+        """gRPC's own loop crashed and closed the port under us. Nobody would notice, for open streams and Watches go
+        on; so the process drains and ends with status 1, for whoever supervises it to start another.
+        """
+        error = listening.exception()
+        logs.get_logger().error("listener lost", **({} if error is None else logs.describe(error)))
+        self._health.set_alive(False)
 
     async def _load_tokenizer(self) -> None:
         def load() -> Tokenizer:

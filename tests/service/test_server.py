@@ -256,3 +256,11 @@ async def test_a_stop_while_loading_is_quick_and_clean(model: Path, log: Capture
         assert await run.exit_code() is ExitCode.CLEAN
         assert time.monotonic() - started_s < HANG_S
     assert not log.of("fatal error")
+
+
+async def test_a_lost_listener_ends_the_process_with_status_1(model: Path, log: CapturedLogs) -> None:
+    """If gRPC closes the port by itself, nobody waits for callers that cannot come: the exit is a bug's, and told."""
+    async with running(model) as run:
+        await run.server._grpc.stop(None)  # as the crash handler of gRPC's own loop does
+        assert await run.exit_code() is ExitCode.BUG
+    assert log.of("listener lost")
