@@ -11,7 +11,9 @@ call, since one shared by many streams would grow its traceback with each.
     )
 
 The rpc bodies then simply raise errors of `service.errors`; a message that cannot be read (bad UTF-8 in a string is
-one) is answered INVALID_ARGUMENT before a body is called, without the traceback that grpc would log.
+one), or none at all, is answered INVALID_ARGUMENT before a body is called, without the traceback that grpc would log.
+To gRPC every method is one whose requests stream, which is the same on the wire: where they do not, grpc.aio leaves a
+call without a message unanswered for ever.
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ STATUS_BYTES_MAX = 1024
 PUSHBACK_KEY = "grpc-retry-pushback-ms"
 STATUS_KEY = "grpc-status-details-bin"
 RETRY_AFTER_S_MAX = 3600.0
+REQUEST_TIMEOUT_S = 60.0
+"""From a call's headers to the end of its request; the largest one takes seconds on a slow line."""
 NEVER = -1.0
 """A pushback that forbids the client's library to retry."""
 
@@ -184,6 +188,19 @@ def _readable(request: Message | _Unreadable) -> Message:
     return request
 
 
+async def _receive(context: Context) -> Message:
+    """The call's one request; what comes after it is not read."""
+    try:
+        async with asyncio.timeout(REQUEST_TIMEOUT_S):
+            request = await context.read()
+    except TimeoutError:
+        violation = errors.FieldViolation("", f"no whole message came within {REQUEST_TIMEOUT_S:g} s")
+        raise errors.InvalidRequestError([violation]) from None
+    if request is grpc.aio.EOF:
+        raise errors.InvalidRequestError([errors.FieldViolation("", "the call ended without a whole message")])
+    return _readable(request)
+
+
 def safe_handlers(
     service: ServiceDescriptor, servicer: object, report_bug: ReportBug, *, reader_timeout_s: float | None = None
 ) -> grpc.GenericRpcHandler:
@@ -231,13 +248,13 @@ def _handler(
     method: MethodDescriptor, body: Callable[..., Any], report_bug: ReportBug, reader_timeout_s: float | None
 ) -> _Handler:
     assert not method.client_streaming, "such a method is a `safe_dialogue`"
-    make = grpc.unary_stream_rpc_method_handler if method.server_streaming else grpc.unary_unary_rpc_method_handler
+    make = grpc.stream_stream_rpc_method_handler if method.server_streaming else grpc.stream_unary_rpc_method_handler
     if inspect.isasyncgenfunction(body):
         body = _writing(body, reader_timeout_s)
 
-    async def call(request: Message | _Unreadable, context: Context) -> Any:
+    async def call(_requests: AsyncIterator[Message | _Unreadable], context: Context) -> Any:
         try:
-            return await body(_readable(request), context)
+            return await body(await _receive(context), context)
         except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - the catch-all around every rpc
             await _end_badly(context, error, report_bug)
 

@@ -68,8 +68,10 @@ class BareCaller:
         self._socket.close()
         self._reader.join(10.0)
 
-    def call(self, path: str, request: bytes, *, prefix: bytes | None = None) -> int:
-        """Begin a call; returns its stream's id. `prefix` replaces gRPC's five bytes before the message."""
+    def call(self, path: str, request: bytes | None, *, prefix: bytes | None = None) -> int:
+        """Begin a call; returns its stream's id. `prefix` replaces gRPC's five bytes before the message; None as a
+        request ends the call with its headers.
+        """
         stream_id, self._next_stream_id = self._next_stream_id, self._next_stream_id + 2
         headers = {
             ":method": "POST",
@@ -80,8 +82,12 @@ class BareCaller:
             "te": "trailers",
         }
         block = b"".join(b"\x00" + _string(name) + _string(value) for name, value in headers.items())
-        body = (struct.pack(">BI", 0, len(request)) if prefix is None else prefix) + request
-        self._socket.sendall(frame(HEADERS, END_HEADERS, stream_id, block) + frame(DATA, END_STREAM, stream_id, body))
+        if request is None:
+            frames = frame(HEADERS, END_HEADERS | END_STREAM, stream_id, block)
+        else:
+            body = (struct.pack(">BI", 0, len(request)) if prefix is None else prefix) + request
+            frames = frame(HEADERS, END_HEADERS, stream_id, block) + frame(DATA, END_STREAM, stream_id, body)
+        self._socket.sendall(frames)
         with self._changed:
             self._data.setdefault(stream_id, bytearray())
         return stream_id
@@ -132,6 +138,7 @@ class BareCaller:
 
 
 def _string(text: str) -> bytes:
-    """An HPACK string, not Huffman-coded, shorter than 127 bytes."""
-    assert len(text) < 127
-    return bytes([len(text)]) + text.encode()
+    """An HPACK string, not Huffman-coded, shorter than 127 bytes; bytes that are no UTF-8 come as surrogates."""
+    octets = text.encode("utf-8", "surrogateescape")
+    assert len(octets) < 127
+    return bytes([len(octets)]) + octets

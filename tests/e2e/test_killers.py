@@ -642,6 +642,17 @@ def test_an_oversized_message(house: House) -> None:
     assert status.details_bytes <= 1024
 
 
+def test_calls_without_a_message(house: House) -> None:
+    """Headers alone, and the end: every method answers, though the caller set no deadline."""
+    paths = [f"{INFERENCE}/Generate", f"{INFERENCE}/Complete", "emberline.v1.TokenizerService/Tokenize"]
+    paths += ["emberline.v1.InfoService/GetLoad", "grpc.health.v1.Health/Check", "grpc.health.v1.Health/Watch"]
+    with house.neighbours(), BareCaller(house.server.address, window_bytes=65535) as caller:
+        for stream_id in [caller.call(path, None) for path in paths]:
+            caller.until_ended(stream_id, 20.0)
+            assert caller.num_bytes(stream_id) == 0
+    house.wait_until_idle()
+
+
 def test_connections_that_speak_something_else(house: House) -> None:
     """HTTP/1.1, TLS, noise, broken frames and gRPC messages of impossible lengths end their own connection only."""
     noise = random.Random(5)
@@ -672,10 +683,18 @@ def test_connections_that_speak_something_else(house: House) -> None:
         for prefix in refused + broken_off:
             with BareCaller(house.server.address, window_bytes=65535) as caller:
                 stream_id = caller.call(f"{INFERENCE}/Generate", b"x", prefix=prefix)
-                if prefix in refused:  # gRPC itself waits for the rest of the others
-                    caller.until_ended(stream_id)
+                caller.until_ended(stream_id, 20.0)
                 assert caller.num_bytes(stream_id) == 0
     house.wait_until_idle()
+
+
+@pytest.mark.parametrize("path", ["\udcff", f"{INFERENCE}/\udcff\udcfe"])
+def test_a_path_that_is_no_utf8(house: House, path: str) -> None:
+    """A method whose name is no UTF-8 ends that call alone: the port goes on to take new connections."""
+    with house.neighbours(), BareCaller(house.server.address, window_bytes=65535) as caller:
+        caller.until_ended(caller.call(path, b""))
+        with ReflectionClient(house.server.address) as fresh:
+            fresh.generate(**short()).expect_ok()
 
 
 # ------------------------------------------------------------------------------------- a pool too small for its callers

@@ -150,6 +150,9 @@ class StalledContext:
         self.stalled = asyncio.Event()
         self.release = asyncio.Event()
 
+    async def read(self) -> Any:
+        return health_pb2.HealthCheckRequest(service="")
+
     async def write(self, response: Any) -> None:
         self.written.append(response.status)
         self.stalled.set()
@@ -163,9 +166,9 @@ async def test_a_stalled_watcher_harms_nobody_and_then_gets_the_latest(served: S
     assert await next_status(watch) == NOT_SERVING
     handlers = safe_handlers(health_pb2.DESCRIPTOR.services_by_name["Health"], health, served._bug)
     details = type("Details", (), {"method": "/grpc.health.v1.Health/Watch", "invocation_metadata": ()})()
-    body = handlers.service(details).unary_stream  # type: ignore[arg-type, union-attr] # a stand-in for the call
+    body: Any = handlers.service(details).stream_stream  # type: ignore[arg-type, union-attr] # a stand-in for the call
     stalled = StalledContext()
-    task = asyncio.ensure_future(body(health_pb2.HealthCheckRequest(service=""), stalled))
+    task = asyncio.ensure_future(body(None, stalled))
     await stalled.stalled.wait()
     for serving in [True, False] * 50 + [True]:
         health.set_serving(serving)

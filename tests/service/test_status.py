@@ -400,3 +400,92 @@ async def test_an_end_before_the_first_message_is_trailers_only(served: Served) 
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         assert (await stub.Generate(REQUEST).read()).text == "ok"
     assert len(attempts) == 2
+
+
+METHODS = ("Complete", "Generate")
+
+
+async def refusal(call: Any) -> tuple[grpc.StatusCode, str]:
+    """How a call of raw bytes ends."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await asyncio.wait_for(call.read(), 30)
+    return caught.value.code(), caught.value.details() or ""
+
+
+@pytest.mark.parametrize("name", METHODS)
+async def test_a_call_without_a_message_is_answered(
+    served: Served, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Headers and the end, no deadline: INVALID_ARGUMENT; grpc.aio alone would never answer."""
+    await served.start(unused, unused)
+    with caplog.at_level(logging.WARNING):
+        call: Any = served.channel.stream_stream(f"/emberline.v1.InferenceService/{name}")()
+        await call.done_writing()
+        code, told = await refusal(call)
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert "without a whole message" in told
+    assert (served.bugs, caplog.text) == ([], "")
+
+
+@pytest.mark.parametrize("name", METHODS)
+async def test_a_call_whose_message_never_comes_is_answered(
+    served: Served, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A caller that neither sends nor ends does not hold its call for ever."""
+    monkeypatch.setattr(status, "REQUEST_TIMEOUT_S", 0.1)
+    await served.start(unused, unused)
+    with caplog.at_level(logging.WARNING):
+        code, told = await refusal(served.channel.stream_stream(f"/emberline.v1.InferenceService/{name}")())
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert "within 0.1 s" in told
+    assert (served.bugs, caplog.text) == ([], "")
+
+
+@pytest.mark.parametrize("name", METHODS)
+async def test_a_second_message_is_not_read(served: Served, name: str) -> None:
+    """The first one is the request; the call is answered whatever follows, and with no end of it in sight."""
+
+    async def generate(request: Any, _context: object) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+        yield inference_pb2.GenerateResponse(text=request.text)
+
+    async def complete(request: Any, _context: object) -> inference_pb2.CompleteResponse:
+        return inference_pb2.CompleteResponse(request_id=request.text)
+
+    await served.start(generate, complete)
+    call: Any = served.channel.stream_stream(f"/emberline.v1.InferenceService/{name}")()
+    await call.write(REQUEST.SerializeToString())
+    await call.write(b"\xff\xff\xff")
+    answer: bytes = await asyncio.wait_for(call.read(), 30)
+    assert b"canary" in answer
+    assert await asyncio.wait_for(call.code(), 30) is grpc.StatusCode.OK
+    assert served.bugs == []
+
+
+async def test_callers_that_leave_before_their_message_are_no_bugs(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    """To the server this looks much like a call without a message; nothing is logged."""
+    await served.start(unused, unused)
+    with caplog.at_level(logging.WARNING):
+        for number in range(100):
+            call: Any = served.channel.stream_stream("/emberline.v1.InferenceService/Complete")()
+            await call.wait_for_connection()
+            await asyncio.sleep(number % 5 * 0.001)
+            call.cancel()
+        other: Any = served.channel.stream_stream("/emberline.v1.InferenceService/Complete")()
+        await other.done_writing()
+        await refusal(other)
+    assert (served.bugs, caplog.text) == ([], "")
+
+
+async def test_a_request_that_is_too_large_keeps_grpcs_own_answer() -> None:
+    """RESOURCE_EXHAUSTED, though the server's side sees no message."""
+    served = Served()
+    served.server = grpc.aio.server(options=[("grpc.max_receive_message_length", 1000)])
+    await served.start(unused, unused)
+    for call in (served.stub.Complete, lambda request: served.stub.Generate(request).read()):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call(inference_pb2.GenerateRequest(text="a" * 2000))
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert served.bugs == []
+    await served.stop()
