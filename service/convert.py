@@ -216,6 +216,7 @@ def tokenize_request(
     prompt: TextInput | ChatInput = TextInput("")
     match message.WhichOneof("input"):
         case "text":
+            _check_text(check, "text", [message.text], limits)
             prompt = _text(message.text, message.encode)
         case "chat":
             prompt = _chat(check, message.chat, limits)
@@ -232,7 +233,7 @@ def detokenize_request(
     """Raises UnknownModelError, InvalidRequestError."""
     check_model(message.model, served_model_name)
     check = _Check()
-    token_ids = check.token_ids("ids", message.ids, limits.vocab_size)
+    token_ids = check.token_ids("ids", message.ids, limits.vocab_size, limits.max_model_len)
     check.settle()
     return DetokenizeRequest(token_ids, _or(message, "skip_special_tokens", default=True))
 
@@ -281,14 +282,19 @@ def _text(text: str, encode: inference_pb2.EncodeOptions) -> TextInput:
     return TextInput(text, _or(encode, "add_special_tokens", default=True), encode.parse_special)
 
 
+def _check_text(check: _Check, field: str, texts: Sequence[str], limits: Limits) -> None:
+    """To encode a text takes many times its size. Where no bound is known, that of the message is the only one."""
+    most = limits.max_text_bytes
+    if most is not None and (num_bytes := sum(len(text.encode()) for text in texts)) > most:
+        check.fail(field, f"{num_bytes} bytes; {limits.max_prompt_tokens} tokens are at most {most}")
+
+
 def _prompt(check: _Check, message: inference_pb2.GenerateRequest, limits: Limits) -> PromptInput:
     kind = message.WhichOneof("input")
     if message.HasField("encode"):
         check.that(kind == "text", "encode", "only with text")
     if kind == "text":
-        most = limits.max_text_bytes
-        if most is not None and (num_bytes := len(message.text.encode())) > most:
-            check.fail("text", f"{num_bytes} bytes; {limits.max_prompt_tokens} tokens are at most {most}")
+        _check_text(check, "text", [message.text], limits)
         return _text(message.text, message.encode)
     if kind == "chat":
         return _chat(check, message.chat, limits)
@@ -308,6 +314,8 @@ def _chat(check: _Check, chat: inference_pb2.Chat, limits: Limits) -> ChatInput:
     bad = [position for position, turn in enumerate(chat.messages) if not _ROLE.fullmatch(turn.role)]
     for position in bad[:NUM_VIOLATIONS_PER_LIST_MAX]:
         check.fail(f"{field}[{position}].role", "must be 1 to 64 letters, digits, dots, hyphens and underscores")
+    # A template may leave some of it out (old reasoning), but the bound is a large multiple of what usual text needs.
+    _check_text(check, field, [turn.content for turn in chat.messages], limits)
     turns = tuple(ChatTurn(turn.role, turn.content, turn.parse_special) for turn in chat.messages)
     return ChatInput(turns, _or(chat, "add_generation_prompt", default=True))
 

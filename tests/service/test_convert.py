@@ -11,7 +11,7 @@ from google.protobuf.json_format import ParseDict
 from emberline.v1 import inference_pb2, tokenizer_pb2
 from scheduler.messages import FinishReason, TokenLogprobs
 from service import convert
-from service.errors import InvalidRequestError, UnknownModelError, UnsupportedOptionError
+from service.errors import FieldViolation, InvalidRequestError, UnknownModelError, UnsupportedOptionError
 from service.request import (
     ChatInput,
     ChatTurn,
@@ -388,6 +388,26 @@ def test_a_text_too_long_for_any_tokenization_is_refused_before_it_is_encoded() 
     assert valid({"text": "x" * 10_000})
 
 
+def test_what_is_to_be_encoded_has_one_bound_however_it_comes() -> None:
+    """Text and the sum of a conversation's contents, for Generate and for Tokenize; none where none is known."""
+    limits = dataclasses.replace(LIMITS, max_text_bytes=10)
+
+    def generate(fields: dict[str, Any], limits: Limits) -> Any:
+        return convert_message(ParseDict(fields, GENERATE()), limits=limits)
+
+    def chat(*contents: str) -> dict[str, Any]:
+        return {"chat": {"messages": [{"role": "user", "content": content} for content in contents]}}
+
+    for read in (generate, tokenize):
+        for inside in ({"text": "é" * 5}, chat("é" * 2, "x" * 6), chat("", "x" * 10)):
+            assert read(inside, limits)
+        for over, field in (({"text": "é" * 5 + "x"}, "text"), (chat("é" * 2, "x" * 7), "chat.messages")):
+            with pytest.raises(InvalidRequestError) as caught:
+                read(over, limits)
+            assert caught.value.violations == (FieldViolation(field, "11 bytes; 48 tokens are at most 10"),)
+            assert read(over, LIMITS)
+
+
 def test_long_options_are_counted_without_a_look_inside() -> None:
     """Both that may be as long as the vocabulary."""
     sampling = {"logitBias": {"1": 1, "2": 1}, "allowedTokenIds": [1, 2, 3]}
@@ -424,9 +444,9 @@ def test_finish_reasons_have_the_protocols_numbers() -> None:
     assert convert.finish(FinishReason.EOS, matched_token_id=0).HasField("matched_token_id")
 
 
-def tokenize(fields: dict[str, Any]) -> Any:
+def tokenize(fields: dict[str, Any], limits: Limits = LIMITS) -> Any:
     message = ParseDict(fields, tokenizer_pb2.TokenizeRequest())
-    return convert.tokenize_request(message, served_model_name="tiny", limits=LIMITS)
+    return convert.tokenize_request(message, served_model_name="tiny", limits=limits)
 
 
 def test_tokenize_requests() -> None:
@@ -440,7 +460,7 @@ def test_tokenize_requests() -> None:
 
 
 def test_detokenize_requests() -> None:
-    """Ids are held to the vocabulary; special tokens are left out unless asked for."""
+    """Ids are held to the vocabulary and the context; special tokens are left out unless asked for."""
 
     def detokenize(fields: dict[str, Any]) -> Any:
         message = ParseDict(fields, tokenizer_pb2.DetokenizeRequest())
@@ -450,6 +470,10 @@ def test_detokenize_requests() -> None:
     assert not detokenize({"skipSpecialTokens": False}).skip_special_tokens
     with pytest.raises(InvalidRequestError):
         detokenize({"ids": [100]})
+    assert len(detokenize({"ids": [1] * 64}).token_ids) == 64
+    with pytest.raises(InvalidRequestError) as caught:
+        detokenize({"ids": [1] * 65})
+    assert caught.value.violations == (FieldViolation("ids", "65 ids; at most 64"),)
 
 
 def test_no_violation_repeats_what_the_caller_sent() -> None:
