@@ -119,7 +119,7 @@ class EngineDeadError(CallError):
         """`in_step`: the request was in the dying step, so it may be the killer and must not be retried.
         `retry_after_s`: expected time to serve again; None: it will not.
         """
-        super().__init__("the engine died")
+        super().__init__(f"the engine died (death_id {death_id})")
         self.death_id = death_id
         self.in_step = in_step
         self.retry_after_s = retry_after_s
