@@ -23,6 +23,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, MutableMapping
 from datetime import UTC, datetime
+from types import MappingProxyType
 from typing import Any, Literal
 
 import structlog
@@ -137,17 +138,34 @@ class _LineLogger:
 class _LibraryHandler(logging.Handler):
     """Takes what libraries log through the standard library into our stream, without tracebacks or their arguments."""
 
+    def __init__(self, quiet: Mapping[str, tuple[str, ...]]) -> None:
+        super().__init__()
+        self._quiet = quiet
+
     def emit(self, record: logging.LogRecord) -> None:
         is_known = record.name.partition(".")[0] in _KNOWN_LOGGERS
-        text = record.getMessage() if is_known else str(record.msg)
+        if not isinstance(record.msg, str):  # an exception, most likely: its text may be a caller's
+            text = f"{type(record.msg).__module__}.{type(record.msg).__qualname__}"
+        else:
+            text = record.getMessage() if is_known else record.msg
         fields: dict[str, Any] = {"logger": record.name, "message": text.partition("\n")[0][:VALUE_CHARS_MAX]}
         error = record.exc_info[1] if record.exc_info else None
         if error is not None:
             fields |= describe(error)
-        get_logger().log(min(record.levelno, logging.ERROR), "library message", **fields)
+        level = min(record.levelno, logging.ERROR)
+        if text.startswith(self._quiet.get(record.name, ())):
+            level = logging.DEBUG
+        get_logger().log(level, "library message", **fields)
 
 
-def configure(log_format: LogFormat, level: str, *, process: str, fd: int = 2) -> StderrWriter:
+def configure(
+    log_format: LogFormat,
+    level: str,
+    *,
+    process: str,
+    fd: int = 2,
+    quiet: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
+) -> StderrWriter:
     """Set up this process's logs and start their writer.
 
     Args:
@@ -155,6 +173,7 @@ def configure(log_format: LogFormat, level: str, *, process: str, fd: int = 2) -
         level: A key of `LEVELS`; what is below it is not logged.
         process: Bound to every record: `service` or `engine`.
         fd: Where lines go.
+        quiet: By a library's logger, how messages begin that are logged as debug whatever the library calls them.
     """
     renderer = _render_json if log_format == "json" else _console_renderer()
     processors: list[Processor] = [
@@ -181,7 +200,7 @@ def configure(log_format: LogFormat, level: str, *, process: str, fd: int = 2) -
     root = logging.getLogger()
     for handler in [h for h in root.handlers if isinstance(h, _LibraryHandler)]:
         root.removeHandler(handler)
-    root.addHandler(_LibraryHandler())
+    root.addHandler(_LibraryHandler(quiet))
     root.setLevel(max(logging.WARNING, LEVELS[level]))
     logging.captureWarnings(True)
     writer.start()

@@ -23,6 +23,15 @@ if TYPE_CHECKING:
     from service.server import Server
 
 LOG_FLUSH_TIMEOUT_S = 0.5
+CALLERS_FAULTS = {
+    "grpc._cython.cygrpc": (
+        "Invalid encoding on ",  # a path or metadata that are no UTF-8
+        "Unexpected [UnicodeDecodeError] raised ",  # the same; of our own methods none ends in an exception
+        "ExecuteBatchError raised in core ",  # the caller left, or broke off
+        "Failed sending error status from server",
+    )
+}
+"""How messages begin that gRPC logs as errors and any caller can cause as often as it likes; by logger."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -64,7 +73,7 @@ def _serve(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
         signal.signal(number, lambda *_: os._exit(0))
     # The C core writes to stderr by itself, from threads that a blocked stderr would stall.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    writer = logs.configure(config.log_format, config.log_level, process="service")
+    writer = logs.configure(config.log_format, config.log_level, process="service", quiet=CALLERS_FAULTS)
     try:
         from service import server  # noqa: PLC0415 - grpc takes long to import
 

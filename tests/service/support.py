@@ -65,11 +65,11 @@ class CapturedLogs:
 
 
 @contextmanager
-def captured_logs(level: str = "debug") -> Iterator[CapturedLogs]:
+def captured_logs(level: str = "debug", **options: Any) -> Iterator[CapturedLogs]:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "log")
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        writer = logs.configure("json", level, process="test", fd=fd)
+        writer = logs.configure("json", level, process="test", fd=fd, **options)
         try:
             yield CapturedLogs(path, writer)
         finally:

@@ -9,7 +9,10 @@ import os
 import threading
 import warnings
 
+import pytest
+
 from scheduler import logs
+from service.cli import CALLERS_FAULTS
 from tests.service.support import HANG_S, CapturedLogs, captured_logs
 
 
@@ -105,6 +108,36 @@ def test_libraries_are_logged_without_arguments_and_tracebacks(log: CapturedLogs
     assert record["exception_type"] == "builtins.ValueError"
     assert "secret" not in log.text
     assert "Traceback" not in log.text
+
+
+@pytest.mark.parametrize("name", ["some.library", "service.part"])
+def test_an_exception_as_a_message_is_its_type(log: CapturedLogs, name: str) -> None:
+    """Its text may hold a caller's."""
+    logging.getLogger(name).error(ValueError("secret"))
+    (record,) = log.of("library message")
+    assert record["message"] == "builtins.ValueError"
+    assert "secret" not in log.text
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "Invalid encoding on %s",
+        "Unexpected [UnicodeDecodeError] raised by servicer method [/a]",
+        "ExecuteBatchError raised in core by servicer method [/a.B/C]",
+    ],
+)
+def test_errors_that_callers_cause_do_not_grow_the_log(message: str) -> None:
+    """What grpc logs of them is debug; another error of its own stays one."""
+    for level in ("debug", "info"):
+        with captured_logs(level, quiet=CALLERS_FAULTS) as log:
+            try:
+                bytes([0xFF]).decode()
+            except UnicodeDecodeError:
+                logging.getLogger("grpc._cython.cygrpc").exception(message)
+                logging.getLogger("grpc._cython.cygrpc").error("Unexpected [ValueError] raised")
+            levels = [record["level"] for record in log.of("library message")]
+            assert levels == (["debug", "error"] if level == "debug" else ["error"])
 
 
 def test_python_warnings_are_records(log: CapturedLogs) -> None:
