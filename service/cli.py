@@ -26,6 +26,7 @@ LOG_FLUSH_TIMEOUT_S = 0.5
 CALLERS_FAULTS = {
     "grpc._cython.cygrpc": (
         "Invalid encoding on ",  # a path or metadata that are no UTF-8
+        "builtins.UnicodeDecodeError",  # such a path on grpcio 1.84 and 1.85; the server tells `listener lost`
         "Unexpected [UnicodeDecodeError] raised ",  # the same; of our own methods none ends in an exception
         "ExecuteBatchError raised in core ",  # the caller left, or broke off
         "Failed sending error status from server",

@@ -74,6 +74,8 @@ class Server:
         self._started_s = time.monotonic()
         self._death: Death | None = None
         self.address = ""
+        self._lost_listeners: list[grpc.aio.Server] = []
+        self._is_deaf = False
         """Where it listens, once bound."""
 
     async def run(self) -> ExitCode:
@@ -136,7 +138,10 @@ class Server:
         )
         self._health = HealthServicer()
         self._calls = _LiveCalls()
-        self._grpc = grpc.aio.server(interceptors=[self._calls], options=_grpc_options(config))
+        self._grpc = self._new_listener()
+
+    def _new_listener(self) -> grpc.aio.Server:
+        listener = grpc.aio.server(interceptors=[self._calls], options=_grpc_options(self._config))
         services = [
             (inference_pb2.DESCRIPTOR.services_by_name["InferenceService"], InferenceServicer(self._backend)),
             (tokenizer_pb2.DESCRIPTOR.services_by_name["TokenizerService"], TokenizerServicer(self._backend)),
@@ -147,9 +152,10 @@ class Server:
             # A Watch may stall for as long as its caller likes: it holds nothing.
             timeout_s = None if servicer is self._health else READER_TIMEOUT_S
             handlers = safe_handlers(service, servicer, _report_bug, reader_timeout_s=timeout_s)
-            self._grpc.add_generic_rpc_handlers((handlers,))
+            listener.add_generic_rpc_handlers((handlers,))
         names = [service.full_name for service, _ in services]
-        self._grpc.add_generic_rpc_handlers(reflection_handlers(names, _report_bug))
+        listener.add_generic_rpc_handlers(reflection_handlers(names, _report_bug))
+        return listener
 
     def _workers(self, name: str, num_threads: int) -> Workers:
         return Workers(
@@ -177,33 +183,50 @@ class Server:
             except OSError as error:
                 raise StartupError(f"cannot start the engine process: {error.strerror}") from None
             stop = asyncio.create_task(self._stop_requested.wait())
-            # Never cancelled: the cancellation would reach the future that gRPC's own stop waits for.
-            listening = asyncio.ensure_future(self._grpc.wait_for_termination())
+            listening = self._watch_listener()
             waiting: set[asyncio.Future[Any]] = {stop, self._supervisor.burial, loading, listening}
-            while not (stop.done() or self._supervisor.burial.done() or listening.done()):
+            while not (stop.done() or self._supervisor.burial.done() or self._is_deaf):
                 await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                if listening.done():
+                    waiting.discard(listening)
+                    await self._listen_again(listening)
+                    listening = self._watch_listener()
+                    waiting.add(listening)
                 if loading.done():
                     waiting.discard(loading)
                     loading.result()  # raises what loading raised
         except (ConfigurationError, StartupError) as error:
             return await self._leave(self._could_not_start(error))
         stop.cancel()
-        is_deaf = listening.done()
-        if is_deaf:
-            self._on_listener_lost(listening)
         if self._death is None:
             code = await self._drain()
             if self._death is None:
-                return await self._leave(ExitCode.BUG if is_deaf else code)
+                return await self._leave(ExitCode.BUG if self._is_deaf else code)
         return await self._leave(await self._give_up(self._death))
 
-    def _on_listener_lost(self, listening: asyncio.Future[bool]) -> None:
-        """gRPC's own loop crashed and closed the port under us. Nobody would notice, for open streams and Watches go
-        on; so the process drains and ends with status 1, for whoever supervises it to start another.
+    def _watch_listener(self) -> asyncio.Future[bool]:
+        """Done when gRPC's own loop has ended. Never cancelled: that would reach the future its stop waits for."""
+        return asyncio.ensure_future(self._grpc.wait_for_termination())
+
+    async def _listen_again(self, lost: asyncio.Future[bool]) -> None:
+        """Open the port anew after gRPC's own loop has crashed and closed it.
+
+        grpcio 1.84 and 1.85 decode a method's name in that loop, so one call whose path is no UTF-8 ends it. Streams
+        and Watches go on, so nobody would notice that no new caller gets in. If the port cannot be had again, the
+        process drains and ends with status 1, for whoever supervises it to start another.
         """
-        error = listening.exception()
-        logs.get_logger().error("listener lost", **({} if error is None else logs.describe(error)))
-        self._health.set_alive(False)
+        error = lost.exception()
+        logs.get_logger().warning("listener lost", **({} if error is None else logs.describe(error)))
+        self._lost_listeners.append(self._grpc)  # its calls go on; collected, it would cancel them
+        self._grpc = self._new_listener()
+        try:
+            self._grpc.add_insecure_port(self.address)
+        except RuntimeError:
+            logs.get_logger().error("port lost", address=self.address)
+            self._health.set_alive(False)
+            self._is_deaf = True
+            return
+        await self._grpc.start()
 
     async def _load_tokenizer(self) -> None:
         def load() -> Tokenizer:
@@ -388,4 +411,6 @@ def _report_loop_error(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]
     """`message` is fixed text of asyncio's own."""
     error = context.get("exception")
     described = logs.describe(error) if error is not None else {}
-    logs.get_logger().error("internal error", message=context.get("message"), **described)
+    # A path that is no UTF-8 ends gRPC's own loop, and its shutdown task with it: `listener lost` has told that.
+    log = logs.get_logger().debug if isinstance(error, UnicodeDecodeError) else logs.get_logger().error
+    log("internal error", message=context.get("message"), **described)

@@ -258,9 +258,33 @@ async def test_a_stop_while_loading_is_quick_and_clean(model: Path, log: Capture
     assert not log.of("fatal error")
 
 
-async def test_a_lost_listener_ends_the_process_with_status_1(model: Path, log: CapturedLogs) -> None:
-    """If gRPC closes the port by itself, nobody waits for callers that cannot come: the exit is a bug's, and told."""
+async def test_a_lost_listener_is_replaced(model: Path, log: CapturedLogs) -> None:
+    """If gRPC closes the port by itself, it is open again for new connections, at the same address."""
     async with running(model) as run:
         await run.server._grpc.stop(None)  # as the crash handler of gRPC's own loop does
+        await until(lambda: log.of("listener lost"))
+        async with grpc.aio.insecure_channel(run.server.address, [("grpc.use_local_subchannel_pool", 1)]) as fresh:
+            health = health_pb2_grpc.HealthStub(fresh)
+            request = health_pb2.HealthCheckRequest(service="readiness")
+            response = await health.Check(request, wait_for_ready=True, timeout=60)
+            assert response.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_a_port_that_is_lost_for_good_ends_the_process(
+    model: Path, log: CapturedLogs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the port cannot be had again, the process drains and ends with a bug's status, for another to be started."""
+    async with running(model) as run:
+
+        def taken(self: Server) -> grpc.aio.Server:
+            listener = grpc.aio.server()
+            monkeypatch.setattr(type(listener), "add_insecure_port", refuse)
+            return listener
+
+        def refuse(self: grpc.aio.Server, address: str) -> int:
+            raise RuntimeError(address)
+
+        monkeypatch.setattr(Server, "_new_listener", taken)
+        await run.server._grpc.stop(None)
         assert await run.exit_code() is ExitCode.BUG
-    assert log.of("listener lost")
+    assert log.of("port lost")
