@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class TokenizerServiceStub(object):
-    """Encodes and decodes with the served model's tokenizer. Works while no engine is ready.
+    """Encodes and decodes with the served model's tokenizer. An engine is not needed: it answers as soon as the
+    tokenizer is loaded, moments after the start (ENGINE_STARTING until then).
     """
 
     def __init__(self, channel):
@@ -48,7 +49,8 @@ class TokenizerServiceStub(object):
 
 
 class TokenizerServiceServicer(object):
-    """Encodes and decodes with the served model's tokenizer. Works while no engine is ready.
+    """Encodes and decodes with the served model's tokenizer. An engine is not needed: it answers as soon as the
+    tokenizer is loaded, moments after the start (ENGINE_STARTING until then).
     """
 
     def Tokenize(self, request, context):
@@ -87,7 +89,8 @@ def add_TokenizerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TokenizerService(object):
-    """Encodes and decodes with the served model's tokenizer. Works while no engine is ready.
+    """Encodes and decodes with the served model's tokenizer. An engine is not needed: it answers as soon as the
+    tokenizer is loaded, moments after the start (ENGINE_STARTING until then).
     """
 
     @staticmethod
