@@ -445,16 +445,21 @@ async def test_a_call_whose_message_never_comes_is_answered(
 async def test_a_second_message_is_not_read(served: Served, name: str) -> None:
     """The first one is the request; the call is answered whatever follows, and with no end of it in sight."""
 
+    written = asyncio.Event()  # a call that was answered before takes no second message
+
     async def generate(request: Any, _context: object) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+        await written.wait()
         yield inference_pb2.GenerateResponse(text=request.text)
 
     async def complete(request: Any, _context: object) -> inference_pb2.CompleteResponse:
+        await written.wait()
         return inference_pb2.CompleteResponse(request_id=request.text)
 
     await served.start(generate, complete)
     call: Any = served.channel.stream_stream(f"/emberline.v1.InferenceService/{name}")()
     await call.write(REQUEST.SerializeToString())
     await call.write(b"\xff\xff\xff")
+    written.set()
     answer: bytes = await asyncio.wait_for(call.read(), 30)
     assert b"canary" in answer
     assert await asyncio.wait_for(call.code(), 30) is grpc.StatusCode.OK
