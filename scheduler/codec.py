@@ -17,11 +17,13 @@ from scheduler.config import EngineConfig
 from scheduler.errors import EmberlineError
 from scheduler.messages import (
     Abort,
+    Activate,
     EngineFailed,
     FromEngine,
     LoadProgress,
     Ready,
     Shutdown,
+    StandingBy,
     StepOutputs,
     Submit,
     ToEngine,
@@ -40,6 +42,8 @@ _TYPES: tuple[type[Any], ...] = (
     Ready,
     StepOutputs,
     EngineFailed,
+    Activate,
+    StandingBy,
 )
 _TAG_OF = {message_type: tag for tag, message_type in enumerate(_TYPES)}
 _DECODERS = tuple(msgspec.msgpack.Decoder(message_type) for message_type in _TYPES)

@@ -36,3 +36,8 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
     """Share of a GPU's memory the engine may use in all, in (0, 1]."""
+    device_index: int | None = None
+    """Which GPU, where there are several; None: the first."""
+    standby: bool = False
+    """Load what may be held beside a serving engine, say `StandingBy`, and wait for `Activate`. On a GPU that is no
+    device memory; on a CPU everything but the KV pool."""

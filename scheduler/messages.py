@@ -32,6 +32,12 @@ class FailureKind(IntEnum):
     """Its row of logits held NaN or an infinity where a number must be."""
     NEVER_FITS = 2
     """It could not finish even with the whole KV pool to itself."""
+    STEP_FAILED = 3
+    """A step raised with it alone in the batch; without it, steps do not."""
+    OUT_OF_MEMORY = 4
+    """Memory ran out in a step that held it alone, in the smallest chunks."""
+    INTERNAL = 5
+    """Our own code raised over this one request; the engine's log has the traceback under `incident_id`."""
 
 
 class Phase(IntEnum):
@@ -114,6 +120,9 @@ class Submit:
     """Prefix-cache blocks are shared only between requests of equal salt."""
     cache_bypass: bool = False
     """Neither read from nor write to the prefix cache."""
+    alone_until: int = 0
+    """Until it has this many output tokens (resumed ones included), each step that computes any of it holds nothing
+    else: a request that was in a step that killed an engine is sent so, and a second death then tells who it was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +135,18 @@ class Abort:
 @dataclass(frozen=True, slots=True)
 class Shutdown:
     """End the process with status 0, at once; what still runs is dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class Activate:
+    """To an engine that was started with `EngineConfig.standby`: finish loading and serve."""
+
+
+@dataclass(frozen=True, slots=True)
+class StandingBy:
+    """A standby has loaded all that it may hold while another engine serves; it waits for `Activate`."""
+
+    pid: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +180,9 @@ class Ready:
     max_num_seqs: int
     max_num_batched_tokens: int
     startup_s: float
+    """From the process's start; for a standby, from `Activate` on."""
+    step_s_per_token: float = 0.0
+    """Duration of the largest step over its tokens, measured once: what a deadline for a step's work goes by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +221,8 @@ class RequestFailure:
 
     request_id: int
     kind: FailureKind
+    incident_id: str = ""
+    """With INTERNAL: the id under which the engine logged the traceback."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,5 +269,5 @@ class EngineFailed:
     """True if it never was ready."""
 
 
-ToEngine = Submit | Abort | Shutdown
-FromEngine = LoadProgress | Ready | StepOutputs | EngineFailed
+ToEngine = Submit | Abort | Shutdown | Activate
+FromEngine = LoadProgress | Ready | StepOutputs | EngineFailed | StandingBy

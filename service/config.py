@@ -55,11 +55,16 @@ class ServerConfig:
     gpu_memory_utilization: float
     max_queue_requests: int
     max_queue_tokens: int
+    replicas: int
+    on_engine_death: str
+    max_engine_restarts: int
+    standby: int
     step_deadline_s: float
     drain_grace_s: float
     log_format: LogFormat
     log_level: str
     termination_log: Path | None
+    crash_dir: Path
 
     @property
     def address(self) -> str:
@@ -207,6 +212,16 @@ def _path(text: str) -> Path:
     return path
 
 
+def _directory(text: str) -> Path:
+    path = Path(_text(text)).expanduser()
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"must be a directory, not {text!r}")
+    parent = next(folder for folder in (path, *path.parents) if folder.exists())
+    if not os.access(parent, os.W_OK):
+        raise ValueError(f"cannot be written: {text}")
+    return path
+
+
 FLAGS = (
     Flag("model", _model, None, "directory or hub name that transformers can load (default: the small model that "
          "scripts/install fetches)", "DIR|NAME"),
@@ -234,25 +249,29 @@ FLAGS = (
          "told QUEUE_FULL"),
     Flag("max-queue-tokens", _integer(1, 10**9), 1_000_000, "prompt tokens, and entries of long options, that may "
          "wait for a first token"),
-    Flag("step-deadline", _number(0.1, 3600), 10.0, "seconds after which a step without progress is a dead engine",
-         "SECONDS", field="step_deadline_s"),
+    Flag("replicas", _integer(1, 64), 1, "engines in this server: one per GPU, or sharing the cores"),
+    Flag("on-engine-death", _text, "fail", "fail ends an engine's streams UNAVAILABLE; replay lets them go on where they "
+         "were, on another engine or the next one", "WHAT", ("fail", "replay")),
+    Flag("max-engine-restarts", _integer(0, 1000), 5, "engine deaths within five minutes after which the server gives "
+         "up, unless another replica serves; 0 gives up at the first"),
+    Flag("standby", _integer(0, 1), 0, "1 keeps a warm second engine, which takes over from a dead one in a second; it "
+         "takes memory"),
+    Flag("step-deadline", _number(0.1, 3600), 10.0, "seconds, beside what its work takes, after which a step without "
+         "progress is a dead engine", "SECONDS", field="step_deadline_s"),
     Flag("drain-grace", _number(0, 86400), 30.0, "seconds that live streams get after SIGTERM", "SECONDS",
          field="drain_grace_s"),
     Flag("log-format", _text, None, "default: console where stderr is a terminal, else json", "FORMAT",
          ("json", "console")),
     Flag("log-level", _text, "info", "what is below is not logged", "LEVEL", tuple(LEVELS)),
     Flag("termination-log", _path, None, "file that gets the root cause when the exit code is 3 or 4", "FILE"),
+    Flag("crash-dir", _directory, None, "where each engine death leaves a report for `emberline autopsy` (default: "
+         "crashes/ in the cache directory)", "DIR"),
 )  # fmt: skip
 
 NOT_YET = (
     Flag("health-port", str, None, "health alone, in plaintext", "PORT"),
     Flag("quantization", str, "none", "weights in fewer bits", "NAME"),
-    Flag("replicas", str, "1", "engines in this server"),
-    Flag("on-engine-death", str, "fail", "fail ends streams UNAVAILABLE; replay lets them go on", "fail|replay"),
-    Flag("max-engine-restarts", str, "0", "restarts of a dead engine"),
-    Flag("standby", str, "0", "a warm second engine", "0|1"),
     Flag("metrics-port", str, None, "metrics", "PORT"),
-    Flag("crash-dir", str, None, "crash reports", "DIR"),
     Flag("tls-cert", str, None, "certificate chain", "FILE"),
     Flag("tls-key", str, None, "private key", "FILE"),
     Flag("tls-client-ca", str, None, "authorities of client certificates", "FILE"),
@@ -295,6 +314,7 @@ def parse(arguments: argparse.Namespace, environ: Mapping[str, str]) -> ServerCo
         values["model"] = _default_model(environ)
     values["served_model_name"] = values["served_model_name"] or Path(values["model"]).name
     values["log_format"] = values["log_format"] or default_format()
+    values["crash_dir"] = values["crash_dir"] or _cache(environ) / "crashes"
     config = ServerConfig(**{field.name: values[field.name] for field in fields(ServerConfig)})
     _check_together(config)
     return config
@@ -319,9 +339,12 @@ def _value(flag: Flag, source: str, text: str) -> Any:
         raise ConfigurationError(f"{source} {error}{hint}") from None
 
 
+def _cache(environ: Mapping[str, str]) -> Path:
+    return Path(environ.get("EMBERLINE_CACHE") or "~/.cache/emberline").expanduser()
+
+
 def _default_model(environ: Mapping[str, str]) -> str:
-    cache = Path(environ.get("EMBERLINE_CACHE") or "~/.cache/emberline").expanduser()
-    path = cache / "models" / DEFAULT_MODEL_NAME
+    path = _cache(environ) / "models" / DEFAULT_MODEL_NAME
     if not (path / "config.json").is_file():
         raise StartupError(
             f"the default model is not in {path}: run scripts/install in a clone of Emberline, or give --model"

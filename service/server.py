@@ -411,6 +411,10 @@ def _report_loop_error(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]
     """`message` is fixed text of asyncio's own."""
     error = context.get("exception")
     described = logs.describe(error) if error is not None else {}
-    # A path that is no UTF-8 ends gRPC's own loop, and its shutdown task with it: `listener lost` has told that.
-    log = logs.get_logger().debug if isinstance(error, UnicodeDecodeError) else logs.get_logger().error
+    # A path that is no UTF-8 ends gRPC's own loop, and its shutdown task with it: `listener lost` has told that. And
+    # gRPC's poller is sometimes woken for bytes that it has taken already, which harms nobody.
+    is_known = isinstance(error, UnicodeDecodeError) or (
+        isinstance(error, BlockingIOError) and "PollerCompletionQueue" in str(context.get("message"))
+    )
+    log = logs.get_logger().debug if is_known else logs.get_logger().error
     log("internal error", message=context.get("message"), **described)
