@@ -141,6 +141,9 @@ class Shutdown:
 class Activate:
     """To an engine that was started with `EngineConfig.standby`: finish loading and serve."""
 
+    device_index: int | None = None
+    """In place of that of its configuration: whose place it takes is known only now."""
+
 
 @dataclass(frozen=True, slots=True)
 class StandingBy:
