@@ -99,7 +99,8 @@ class NeverFitsError(CallError):
 class EngineStartingError(CallError):
     """No engine is ready yet. UNAVAILABLE."""
 
-    def __init__(self, retry_after_s: float) -> None:
+    def __init__(self, retry_after_s: float | None = None) -> None:
+        """`retry_after_s`: expected time until one is; None: unknown."""
         super().__init__("the engine is starting")
         self.retry_after_s = retry_after_s
 
@@ -130,6 +131,24 @@ class NonFiniteError(CallError):
 
     def __init__(self) -> None:
         super().__init__("the model's output for this request is not finite")
+
+
+class PoisonRequestError(CallError):
+    """The engine cannot live with this request: it died twice over it, the second time with nothing else in the step,
+    or its step raised with nothing else in it. INTERNAL, never retried onto another replica.
+    """
+
+    def __init__(self, death_id: str | None = None) -> None:
+        """`death_id`: the death that told; None if no engine died of it, or that is long ago."""
+        super().__init__("this request makes the engine fail" + (f" (death_id {death_id})" if death_id else ""))
+        self.death_id = death_id
+
+
+class RequestOutOfMemoryError(CallError):
+    """Memory ran out over this request though it had the step to itself. RESOURCE_EXHAUSTED, never retried."""
+
+    def __init__(self) -> None:
+        super().__init__("this request needs more memory than the engine has")
 
 
 class InternalError(CallError):

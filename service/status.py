@@ -72,6 +72,11 @@ def _engine_dead(error: errors.EngineDeadError) -> _Row:
     return _Row(code_pb2.UNAVAILABLE, "ENGINE_DEAD", (("death_id", error.death_id),), retry_after_s)
 
 
+def _poison(error: errors.PoisonRequestError) -> _Row:
+    metadata = (("death_id", error.death_id[:64]),) if error.death_id else ()
+    return _Row(code_pb2.INTERNAL, "POISON_REQUEST", metadata, NEVER)
+
+
 def _unsupported(error: errors.UnsupportedOptionError) -> _Row:
     return _Row(code_pb2.UNIMPLEMENTED, "UNSUPPORTED_OPTION", (("options", ", ".join(error.options)[:256]),))
 
@@ -97,6 +102,8 @@ TABLE: dict[type[errors.CallError], Callable[[Any], _Row]] = {
     errors.DrainingError: lambda e: _Row(code_pb2.UNAVAILABLE, "DRAINING", (), e.retry_after_s),
     errors.EngineDeadError: _engine_dead,
     errors.NonFiniteError: lambda _: _Row(code_pb2.INTERNAL, "NON_FINITE", (), NEVER),
+    errors.PoisonRequestError: _poison,
+    errors.RequestOutOfMemoryError: lambda _: _Row(code_pb2.RESOURCE_EXHAUSTED, "OUT_OF_MEMORY", (), NEVER),
     errors.InternalError: lambda e: _Row(code_pb2.INTERNAL, "INTERNAL", (("incident_id", e.incident_id),)),
 }
 """Error class → its row. A test walks `service.errors` and fails on a class without one."""

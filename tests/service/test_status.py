@@ -30,6 +30,8 @@ SAMPLES: dict[type[errors.CallError], errors.CallError] = {
         errors.DrainingError: lambda: errors.DrainingError(1.0),
         errors.EngineDeadError: lambda: errors.EngineDeadError("d-1", in_step=False, retry_after_s=3.0),
         errors.NonFiniteError: errors.NonFiniteError,
+        errors.PoisonRequestError: lambda: errors.PoisonRequestError("d-1"),
+        errors.RequestOutOfMemoryError: errors.RequestOutOfMemoryError,
         errors.InternalError: lambda: errors.InternalError("i-1"),
     }.items()
 }
@@ -81,7 +83,11 @@ def test_the_table_has_no_row_too_many() -> None:
         (errors.EngineDeadError("d", in_step=True, retry_after_s=2), "UNAVAILABLE", "ENGINE_DEAD", "-1"),
         (errors.EngineDeadError("d", in_step=False, retry_after_s=None), "UNAVAILABLE", "ENGINE_DEAD", None),
         (errors.EngineStartingError(float("inf")), "UNAVAILABLE", "ENGINE_STARTING", "3600000"),
+        (errors.EngineStartingError(), "UNAVAILABLE", "ENGINE_STARTING", None),
         (errors.NonFiniteError(), "INTERNAL", "NON_FINITE", "-1"),
+        (errors.PoisonRequestError(), "INTERNAL", "POISON_REQUEST", "-1"),
+        (errors.PoisonRequestError("d"), "INTERNAL", "POISON_REQUEST", "-1"),
+        (errors.RequestOutOfMemoryError(), "RESOURCE_EXHAUSTED", "OUT_OF_MEMORY", "-1"),
         (errors.DuplicateRequestIdError(), "ALREADY_EXISTS", "DUPLICATE_REQUEST_ID", None),
         (errors.UnknownModelError("m"), "NOT_FOUND", "UNKNOWN_MODEL", None),
         (errors.UnsupportedOptionError(["n"]), "UNIMPLEMENTED", "UNSUPPORTED_OPTION", None),
@@ -100,10 +106,21 @@ def test_codes_reasons_and_pushbacks(error: errors.CallError, code: str, reason:
         assert by_name["RetryInfo"].retry_delay.ToMilliseconds() == int(pushback or "")
 
 
-def test_a_death_tells_its_id() -> None:
+@pytest.mark.parametrize(
+    "error",
+    [errors.EngineDeadError("death-7", in_step=False, retry_after_s=None), errors.PoisonRequestError("death-7")],
+)
+def test_a_death_tells_its_id(error: errors.CallError) -> None:
     """All streams of one death can be told to belong together, and found in the log."""
-    _, by_name, _ = details(errors.EngineDeadError("death-7", in_step=False, retry_after_s=None))
+    found, by_name, _ = details(error)
     assert dict(by_name["ErrorInfo"].metadata) == {"death_id": "death-7"}
+    assert "death-7" in found.message
+
+
+def test_a_poison_without_a_death_names_none() -> None:
+    """A request that only made its steps raise has no death to point to."""
+    _, by_name, _ = details(errors.PoisonRequestError())
+    assert dict(by_name["ErrorInfo"].metadata) == {}
 
 
 def test_what_never_fits_is_blamed_on_the_input() -> None:
@@ -133,6 +150,8 @@ def test_a_status_is_small_however_much_is_wrong(count: int) -> None:
         errors.InvalidRequestError([errors.FieldViolation("f" * 5000, "ü" * 5000)] * 3),
         errors.UnsupportedOptionError(["option"] * 1000),
         errors.UnknownModelError("é" * 5000),
+        errors.PoisonRequestError("d" * 5000),
+        errors.EngineDeadError("d" * 32, in_step=True, retry_after_s=1.0),
     ],
 )
 def test_a_status_is_small_whatever_is_in_it(error: errors.CallError) -> None:
