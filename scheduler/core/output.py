@@ -9,6 +9,9 @@ lose their block table and computed tokens but keep their token ids; `new` and `
 table given; `new_block_ids` are appended to the tables of sequences already placed. Then the step computes, for each
 `seq_ids[i]`, its next `num_scheduled_tokens[i]` tokens from its `num_computed_tokens` on, and samples one token for
 each of `sampled_seq_ids`, appending it to that sequence's token ids.
+
+A runner whose step failed is reset: it forgets every sequence, not its KV blocks. The scheduler has dropped the step by
+then, and names whoever runs again as `new`.
 """
 
 from __future__ import annotations
@@ -21,14 +24,14 @@ from scheduler.messages import SamplingParams, StoppingParams, TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class NewSequence:
-    """A sequence that the runner has not seen."""
+    """A sequence that the runner does not know."""
 
     seq_id: int
     """The scheduler's own id, never reused."""
     index: int
     """Which of its request's sequences; part of the sampling noise."""
     token_ids: Sequence[int]
-    """Prompt and resumed tokens, in order."""
+    """Prompt and output tokens known so far, in order: resumed ones, and those sampled before the runner was reset."""
     num_prompt_tokens: int
     """How many of them are prompt; the rest count as output."""
     sampling: SamplingParams

@@ -24,7 +24,7 @@ Order = tuple[int, int, int]
 
 class SequenceStatus(Enum):
     WAITING = "waiting"
-    """Never ran; the runner has not heard of it."""
+    """The runner does not know it: it never ran, or the runner was reset since."""
     RUNNING = "running"
     """Holds a seat and the blocks of all its known tokens."""
     PREEMPTED = "preempted"
@@ -35,8 +35,8 @@ class SequenceStatus(Enum):
 
 LEGAL_MOVES: dict[SequenceStatus, frozenset[SequenceStatus]] = {
     SequenceStatus.WAITING: frozenset({SequenceStatus.RUNNING, SequenceStatus.FINISHED}),
-    SequenceStatus.RUNNING: frozenset({SequenceStatus.PREEMPTED, SequenceStatus.FINISHED}),
-    SequenceStatus.PREEMPTED: frozenset({SequenceStatus.RUNNING, SequenceStatus.FINISHED}),
+    SequenceStatus.RUNNING: frozenset({SequenceStatus.PREEMPTED, SequenceStatus.WAITING, SequenceStatus.FINISHED}),
+    SequenceStatus.PREEMPTED: frozenset({SequenceStatus.RUNNING, SequenceStatus.WAITING, SequenceStatus.FINISHED}),
     SequenceStatus.FINISHED: frozenset(),
 }
 
@@ -56,12 +56,15 @@ class Sequence:
     """Running, and from now on each step computes exactly its newest token and samples the next."""
     num_cached_tokens: int = 0
     """Prompt tokens the prefix cache gave when it first ran."""
+    is_prompt_counted: bool = False
+    """It has run before, and its prompt is in the totals."""
     is_first_output_due: bool = True
 
     # Copies of the request's values, because every step reads them for every sequence.
     request_id: int = field(init=False)
     stop_ids: frozenset[int] = field(init=False)
     num_tokens_max: int = field(init=False)
+    num_tokens_alone: int = field(init=False)
 
     # Owned by `kv_cache_manager.py`.
     block_table: list[int] = field(default_factory=list)
@@ -71,13 +74,14 @@ class Sequence:
     """The prefix cache's name for the content of those blocks."""
 
     # Owned by `scheduler.py`.
-    growth_step_id: int = 0
-    """The step that needs one more block; 0 if none is foreseen."""
+    growth_batch_step: int = 0
+    """The batch step, by number, in which it needs one more block; 0 if none is foreseen."""
 
     def __post_init__(self) -> None:
         self.request_id = self.request.request_id
         self.stop_ids = self.request.stop_ids
         self.num_tokens_max = self.request.num_tokens_max
+        self.num_tokens_alone = self.request.num_tokens_alone
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -86,6 +90,11 @@ class Sequence:
     @property
     def num_uncomputed_tokens(self) -> int:
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether a step that computes any of it must hold nothing else."""
+        return len(self.token_ids) < self.num_tokens_alone
 
     def move_to(self, status: SequenceStatus) -> None:
         assert status in LEGAL_MOVES[self.status], f"sequence {self.seq_id}: {self.status} may not become {status}"
@@ -106,6 +115,8 @@ class Request:
     """EOS ids and the caller's stop tokens: any of them may end a sequence."""
     num_tokens_max: int
     """Prompt + output tokens at which a sequence ends at the latest."""
+    num_tokens_alone: int
+    """Prompt + output tokens from which on a sequence may share its steps; at most the prompt's length if always."""
     sequences: list[Sequence] = field(default_factory=list)
 
     @property
@@ -125,6 +136,7 @@ def make_request(submit: Submit, *, arrival: int, seq_id: int, max_model_len: in
         cache_bypass=submit.cache_bypass,
         stop_ids=frozenset(submit.stopping.eos_token_ids + submit.stopping.stop_token_ids),
         num_tokens_max=min(num_prompt_tokens + submit.stopping.max_tokens, max_model_len),
+        num_tokens_alone=num_prompt_tokens + submit.alone_until,
     )
     sequence = Sequence(
         seq_id=seq_id,

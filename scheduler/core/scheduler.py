@@ -30,8 +30,20 @@ becomes findable only when all its tokens' steps were updated, and nobody writes
 ignores the sequence. None of these needs the step to be over when the next one is planned. What does need it is that
 the tokens to compute are known: so schedule() and update_from_output() alternate, which is asserted.
 
+**Steps alone.** A sequence that must share no step yet (`Submit.alone_until`) runs like any other, with a seat and
+blocks, but outside the batch: a step holds either it or the batch, by turns when there are both. One such sequence runs
+at a time; the others of its kind wait in a line of their own, and whoever is first in precedence of those who may be
+let in is still let in first. Once it has its tokens it joins the batch. All of the argument above holds, with "in every
+step" become "in every other step".
+
+**When a step fails** it is dropped (`drop_step`): nothing of it counts, what its sequences had computed is found by
+nobody, and since the runner is reset, everyone who had run starts anew from its known tokens. `confine` then lets only
+some requests run, `limit` makes steps smaller. Both may leave later arrivals running while earlier ones wait. The
+first in precedence of those who run is safe all the same, so it ends, and the first in line is next.
+
 **Why a steady step is cheap.** While the same sequences decode, the plan's lists are those of the last plan, and the
-sequences that need a block in this step are found in `_growth`, by the step's id, without looking at the others.
+sequences that need a block in this step are found in `_growth`, by the number of the batch step, without looking at the
+others. Batch steps have numbers of their own because a sequence that sits a step out does not grow in it.
 """
 
 from __future__ import annotations
@@ -46,8 +58,8 @@ from scheduler.core.kv_cache_manager import KVCacheManager
 from scheduler.core.output import StepPlan, StepResult
 from scheduler.core.plan_draft import Chunk, PlanDraft
 from scheduler.core.request import Request, Sequence, SequenceStatus, make_request
-from scheduler.core.request_queue import RequestQueue
 from scheduler.core.stopping import finish_reason_after
+from scheduler.core.waiting_lines import WaitingLines
 from scheduler.messages import (
     EngineStats,
     FailureKind,
@@ -63,6 +75,7 @@ _HEADROOM_STEPS = 32
 _HEADROOM_POOL_SHARE = 8
 """The headroom is at most the pool divided by this."""
 
+_NOBODY: tuple[int, ...] = ()
 _RUNNING = SequenceStatus.RUNNING
 _order_of = attrgetter("order")
 
@@ -84,6 +97,10 @@ class Scheduler:
                 f"max_num_seqs ({config.max_num_seqs}): every running sequence takes a token of each step"
             )
         self._config = config
+        self.max_num_seqs = config.max_num_seqs
+        """At present; see `limit`."""
+        self.max_num_batched_tokens = config.max_num_batched_tokens
+        """At present; see `limit`."""
         self._max_model_len = min(config.max_model_len, config.num_kv_blocks * config.block_size)
         self._kv = KVCacheManager(
             num_blocks=config.num_kv_blocks,
@@ -91,27 +108,36 @@ class Scheduler:
             enable_prefix_caching=config.enable_prefix_caching,
         )
         self._requests: dict[int, Request] = {}
-        self._waiting = RequestQueue()
+        self._waiting = WaitingLines()
         self._running: list[Sequence] = []
         """In order of precedence."""
+        self._alone: Sequence | None = None
+        """The one of them that is outside the batch, if any."""
         self._num_behind = 0
-        """Running sequences that have not caught up."""
+        """Running sequences of the batch that have not caught up."""
         self._growth: dict[int, list[Sequence]] = {}
-        """step_id → sequences that need a block then. Entries of those that left are void."""
+        """Number of a batch step → sequences that need a block then. Entries of those that left are void."""
         self._admission_open = True
-        """False once the front of the line found no room; true again when somebody ends or arrives."""
+        """False once the first in line found no room; true again when somebody ends or arrives, or the rules change."""
         self._finished_seq_ids: list[int] = []
         """Sequences the runner knows and has not been told to forget."""
 
         self._step_id = 0
         self._is_in_flight = False
-        self._chunks: list[Chunk] = []
-        """Of the last plan."""
+        self._was_alone = False
+        """Whether the last plan held a sequence outside the batch; the next one is the batch's then."""
+        self._num_batch_steps = 0
         self._decodes: list[Sequence] = []
-        """Of the last plan: the running sequences that had caught up. Replaced, never changed."""
+        """Of the last batch step: the running sequences that had caught up. Replaced, never changed."""
         self._decode_ids: tuple[int, ...] = ()
+        self._decode_request_ids: tuple[int, ...] = ()
         self._ones: tuple[int, ...] = ()
         self._decodes_changed = False
+        self._step_decodes: list[Sequence] = []
+        """Of the last plan: those that decoded in it."""
+        self._chunks: list[Chunk] = []
+        """Of the last plan."""
+        self._step_request_ids: tuple[int, ...] = ()
 
         self._num_arrivals = 0
         self._num_preemptions_total = 0
@@ -123,7 +149,27 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether schedule() would return a plan."""
-        return bool(self._running or self._waiting)
+        return bool(self._running) or self._waiting.has_candidates
+
+    @property
+    def step_request_ids(self) -> tuple[int, ...]:
+        """The requests of the last plan, in its order. The very same object while the same sequences decode."""
+        return self._step_request_ids
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether `limit` holds steps below the configured bounds."""
+        return (
+            self.max_num_seqs < self._config.max_num_seqs
+            or self.max_num_batched_tokens < self._config.max_num_batched_tokens
+        )
+
+    def num_output_tokens(self, request_id: int) -> int | None:
+        """Output tokens this request has so far, resumed ones included; None if it is not (or no longer) here."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return None
+        return sum(len(sequence.token_ids) - sequence.num_prompt_tokens for sequence in request.sequences)
 
     def add_request(self, submit: Submit) -> SequenceOutput | None:
         """Put a request in line.
@@ -132,7 +178,8 @@ class Scheduler:
         then over, without tokens and without a step.
 
         Raises `RequestNeverFitsError` if it could not get a single token even alone, `NotImplementedError` for more
-        than one sequence, `ValueError` for an empty prompt. The request is unknown after an error.
+        than one sequence, `ValueError` for an empty prompt. After any error the request is unknown, and all else as it
+        was: whatever can raise comes before the first change.
         """
         assert submit.request_id not in self._requests, f"request {submit.request_id} is already here"
         if submit.num_sequences != 1:
@@ -156,10 +203,9 @@ class Scheduler:
                 f"(max_model_len {self._config.max_model_len}, KV pool "
                 f"{self._config.num_kv_blocks * self._config.block_size} tokens)"
             )
-        self._num_arrivals += 1
-        request = make_request(
-            submit, arrival=self._num_arrivals, seq_id=self._num_arrivals, max_model_len=self._max_model_len
-        )
+        arrival = self._num_arrivals + 1
+        request = make_request(submit, arrival=arrival, seq_id=arrival, max_model_len=self._max_model_len)
+        self._num_arrivals = arrival
         self._requests[request.request_id] = request
         for sequence in request.sequences:
             self._waiting.push(sequence)
@@ -186,6 +232,72 @@ class Scheduler:
             num_cached_tokens_total=self._num_cached_tokens_total,
         )
 
+    # ------------------------------------------------------------------------------------------- after a failed step
+
+    def drop_step(self) -> tuple[int, ...]:
+        """The plan in flight failed: nothing of it counts. Returns `step_request_ids`; schedule() may be called next.
+
+        What its sequences had computed, in this step or before, is taken out of the prefix cache; that of one aborted
+        since then stays, which is only as good as the runner's word that a step writes to no full block. The runner
+        must be reset: see `vacate`.
+        """
+        assert self._is_in_flight, "there is no plan in flight"
+        self._is_in_flight = False
+        for sequence in self._in_step():
+            if sequence.status is _RUNNING:
+                self._kv.free_and_forget(sequence)
+        self.vacate()
+        return self._step_request_ids
+
+    def vacate(self) -> None:
+        """Nobody runs any more, and the runner, which must be reset, knows nobody. All keep tokens and precedence."""
+        assert not self._is_in_flight, "update_from_output() or drop_step() comes first"
+        for request in self._requests.values():
+            for sequence in request.sequences:
+                if sequence.status is _RUNNING:
+                    self._kv.free(sequence)  # nothing to do for one that has just lost its blocks
+                    sequence.is_caught_up = False
+                    sequence.growth_batch_step = 0
+                    sequence.move_to(SequenceStatus.WAITING)
+                    self._waiting.push(sequence)
+                elif sequence.status is SequenceStatus.PREEMPTED:
+                    sequence.move_to(SequenceStatus.WAITING)
+        self._running.clear()
+        self._alone = None
+        self._num_behind = 0
+        self._growth.clear()
+        self._finished_seq_ids.clear()
+        self._decodes_changed = True
+        self._admission_open = True
+
+    def confine(self, request_ids: Iterable[int]) -> None:
+        """Until `unconfine`, schedule none but these requests; the others, also those to come, wait in their order.
+
+        Takes the place of a confinement before it. Nothing may be running.
+        """
+        assert not self._running, "vacate() comes first"
+        self._waiting.confine(request_ids)
+        self._admission_open = True
+
+    def unconfine(self) -> None:
+        """Schedule everybody again. Who runs goes on."""
+        self._waiting.unconfine()
+        self._admission_open = True
+
+    def limit(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        """Hold steps to these bounds from now on, or to the configured ones where those are lower.
+
+        Bounds may be raised at any time, and lowered while nothing runs.
+        """
+        assert 1 <= max_num_seqs <= max_num_batched_tokens
+        max_num_seqs = min(max_num_seqs, self._config.max_num_seqs)
+        max_num_batched_tokens = min(max_num_batched_tokens, self._config.max_num_batched_tokens)
+        is_lower = max_num_seqs < self.max_num_seqs or max_num_batched_tokens < self.max_num_batched_tokens
+        assert not (is_lower and self._running), "vacate() comes first"
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self._admission_open = True
+
     # ----------------------------------------------------------------------------------------------------- schedule
 
     def schedule(self) -> StepPlan | None:
@@ -199,43 +311,91 @@ class Scheduler:
         self._step_id += 1
         self._is_in_flight = True
         draft = PlanDraft()
-        due = self._growth.pop(self._step_id, None)
+        is_alone = not self._was_alone and self._schedule_alone(draft)
+        if not is_alone and not self._schedule_batch(draft):
+            is_alone = self._schedule_alone(draft)
+        self._was_alone = is_alone
+        finished_seq_ids = tuple(self._finished_seq_ids)
+        self._finished_seq_ids.clear()
+        self._chunks = draft.chunks
+        if is_alone:
+            self._step_decodes = []
+            decode_ids = request_ids = ones = _NOBODY
+        else:
+            self._step_decodes = self._decodes
+            decode_ids, request_ids, ones = self._decode_ids, self._decode_request_ids, self._ones
+        if draft.chunks:
+            request_ids += tuple([chunk.sequence.request_id for chunk in draft.chunks])
+        self._step_request_ids = request_ids
+        return draft.plan(self._step_id, decode_ids=decode_ids, ones=ones, finished_seq_ids=finished_seq_ids)
+
+    def _schedule_batch(self, draft: PlanDraft) -> bool:
+        """Give this step to the batch. False if there is none: nobody in it runs, and nobody could be let in."""
+        self._num_batch_steps += 1
+        due = self._growth.pop(self._num_batch_steps, None)
         if due is not None:
             self._grow(due, draft)
-        if self._num_behind or (self._waiting and self._admission_open):
+        if self._num_behind or (self._admission_open and self._waiting.batch):
             self._spend_budget(draft)
         if self._decodes_changed:
             self._decodes = [sequence for sequence in self._running if sequence.is_caught_up]
             self._decode_ids = tuple([sequence.seq_id for sequence in self._decodes])
+            self._decode_request_ids = tuple([sequence.request_id for sequence in self._decodes])
             self._ones = (1,) * len(self._decodes)
             self._decodes_changed = False
-        finished_seq_ids = tuple(self._finished_seq_ids)
-        self._finished_seq_ids.clear()
-        self._chunks = draft.chunks
-        return draft.plan(
-            self._step_id, decode_ids=self._decode_ids, ones=self._ones, finished_seq_ids=finished_seq_ids
-        )
+        return bool(self._decodes or draft.chunks)
+
+    def _schedule_alone(self, draft: PlanDraft) -> bool:
+        """Give this step to the sequence outside the batch. False if there is none, and none could be let in."""
+        if self._alone is None:
+            front = self._front()
+            if front is None or not front.is_alone:
+                return False
+            prefix = self._make_room(front, draft)
+            if prefix is None:
+                self._admission_open = False
+                return False
+            self._admit(front, prefix, draft)
+        sequence = self._alone
+        assert sequence is not None
+        if self._kv.num_slots_left(sequence) == 0:
+            self._append_block(sequence, draft)
+        if sequence.status is not _RUNNING:
+            return False
+        draft.add_chunk(sequence, self.max_num_batched_tokens)
+        return True
+
+    def _front(self) -> Sequence | None:
+        """Who is to be let in next, if anybody is."""
+        return self._waiting.front(is_alone_taken=self._alone is not None) if self._admission_open else None
 
     def _grow(self, due: list[Sequence], draft: PlanDraft) -> None:
-        """Give a block to each decoding sequence whose table is full, if need be at the cost of the last ones."""
+        """Give a block to each decoding sequence whose table is full."""
         due.sort(key=_order_of)
         for sequence in due:
-            if sequence.growth_step_id != self._step_id:
+            if sequence.growth_batch_step != self._num_batch_steps:
                 continue  # it has left since
-            self._kv.register(sequence)
-            while not self._kv.can_append() and sequence.status is _RUNNING:
-                self._preempt(self._running[-1], draft)
+            self._append_block(sequence, draft)
             if sequence.status is _RUNNING:
-                draft.new_block_ids[sequence.seq_id] = (self._kv.append(sequence),)
-                self._foresee_growth(sequence, self._step_id)
+                self._foresee_growth(sequence, self._num_batch_steps)
+
+    def _append_block(self, sequence: Sequence, draft: PlanDraft) -> None:
+        """Give a running sequence one more block, if need be at the cost of the last ones, of which it may be one."""
+        self._kv.register(sequence)
+        while not self._kv.can_append() and sequence.status is _RUNNING:
+            self._preempt(self._running[-1], draft)
+        if sequence.status is _RUNNING:
+            draft.new_block_ids[sequence.seq_id] = (self._kv.append(sequence),)
 
     def _spend_budget(self, draft: PlanDraft) -> None:
         """Give the tokens that the decodes leave to the other sequences, running or waiting, in order of precedence."""
-        behind = deque(sequence for sequence in self._running if not sequence.is_caught_up)
+        behind = deque(s for s in self._running if not s.is_caught_up and s is not self._alone)
         while True:
-            front = self._waiting.peek() if self._admission_open else None
-            num_decodes = len(self._running) - self._num_behind
-            num_tokens_left = self._config.max_num_batched_tokens - num_decodes - draft.num_chunk_tokens
+            front = self._front()
+            if front is not None and front.is_alone:
+                front = None  # it gets the next step, and nobody behind it is let in before
+            num_decodes = len(self._running) - self._num_behind - (self._alone is not None)
+            num_tokens_left = self.max_num_batched_tokens - num_decodes - draft.num_chunk_tokens
             if num_tokens_left == 0 and draft.chunks:
                 return
             if behind and (front is None or behind[0].order < front.order):
@@ -278,9 +438,7 @@ class Scheduler:
 
     def _has_room(self, sequence: Sequence, prefix: list[int]) -> bool:
         num_running = len(self._running) + 1
-        return num_running <= self._config.max_num_seqs and self._kv.can_allocate(
-            sequence, prefix, self._headroom(num_running)
-        )
+        return num_running <= self.max_num_seqs and self._kv.can_allocate(sequence, prefix, self._headroom(num_running))
 
     def _headroom(self, num_running: int) -> int:
         """Blocks to be left free when the number of running sequences rises to `num_running`."""
@@ -290,19 +448,23 @@ class Scheduler:
         return min(num_growth_blocks, self._config.num_kv_blocks // _HEADROOM_POOL_SHARE)
 
     def _admit(self, sequence: Sequence, prefix: list[int], draft: PlanDraft) -> None:
-        popped = self._waiting.pop()
-        assert popped is sequence
+        self._waiting.pop(sequence)
         self._kv.allocate(sequence, prefix)
-        if sequence.status is SequenceStatus.WAITING:
+        if not sequence.is_prompt_counted:
+            sequence.is_prompt_counted = True
             sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
             self._num_prompt_tokens_total += sequence.num_prompt_tokens
             self._num_cached_tokens_total += sequence.num_cached_tokens
+        if sequence.status is SequenceStatus.WAITING:
             draft.add_new(sequence)
         else:
             draft.add_resumed(sequence)
         sequence.move_to(_RUNNING)
         insort(self._running, sequence, key=_order_of)
-        self._num_behind += 1
+        if sequence.is_alone:
+            self._alone = sequence
+        else:
+            self._num_behind += 1
 
     def _preempt(self, sequence: Sequence, draft: PlanDraft) -> None:
         self._leave_running(sequence)
@@ -327,7 +489,7 @@ class Scheduler:
         outputs: list[SequenceOutput] = []
         logprobs = result.logprobs
         # The one loop that every running sequence costs in every step.
-        for sequence, token_id in zip(self._decodes, sampled_token_ids, strict=False):
+        for sequence, token_id in zip(self._step_decodes, sampled_token_ids, strict=False):
             if sequence.status is not _RUNNING:
                 continue
             token_ids = sequence.token_ids
@@ -338,7 +500,7 @@ class Scheduler:
             else:
                 outputs.append(SequenceOutput(sequence.request_id, 0, (token_id,)))
         if self._chunks:
-            self._update_chunks(sampled_token_ids[len(self._decodes) :], result, outputs)
+            self._update_chunks(sampled_token_ids[len(self._step_decodes) :], result, outputs)
         return tuple(outputs), failures
 
     def _update_chunks(
@@ -353,11 +515,20 @@ class Scheduler:
             self._kv.register(sequence)
             if token_id is not None:
                 sequence.token_ids.append(token_id)
-                sequence.is_caught_up = True
-                self._num_behind -= 1
-                self._decodes_changed = True
-                self._foresee_growth(sequence, self._step_id + 1)
+                if not sequence.is_alone:
+                    self._catch_up(sequence)
                 outputs.append(self._output(sequence, result.logprobs.get(sequence.seq_id)))
+
+    def _catch_up(self, sequence: Sequence) -> None:
+        """From the next batch step on, `sequence` computes its newest token in each."""
+        if sequence is self._alone:
+            self._alone = None
+            self._admission_open = True  # the next one of its kind may be let in
+        else:
+            self._num_behind -= 1
+        sequence.is_caught_up = True
+        self._decodes_changed = True
+        self._foresee_growth(sequence, self._num_batch_steps + 1)
 
     def _output(self, sequence: Sequence, logprobs: TokenLogprobs | None) -> SequenceOutput:
         """The newest token as an output; ends the sequence if it was its last."""
@@ -386,8 +557,7 @@ class Scheduler:
         if not result.non_finite_seq_ids:
             return ()
         failures = []
-        in_step = [*self._decodes, *(chunk.sequence for chunk in self._chunks)]
-        by_seq_id = {sequence.seq_id: sequence for sequence in in_step}
+        by_seq_id = {sequence.seq_id: sequence for sequence in self._in_step()}
         for seq_id in result.non_finite_seq_ids:
             request = by_seq_id[seq_id].request
             if not request.is_finished:
@@ -395,6 +565,10 @@ class Scheduler:
                     self._end(sequence, distrust=True)
                 failures.append(RequestFailure(request.request_id, FailureKind.NON_FINITE))
         return tuple(failures)
+
+    def _in_step(self) -> list[Sequence]:
+        """The sequences of the last plan, in its order, those included that have ended since."""
+        return [*self._step_decodes, *(chunk.sequence for chunk in self._chunks)]
 
     # ------------------------------------------------------------------------------------------ where sequences end
 
@@ -421,14 +595,16 @@ class Scheduler:
         position = bisect_left(self._running, sequence.order, key=_order_of)
         assert self._running[position] is sequence
         del self._running[position]
-        if sequence.is_caught_up:
+        if sequence is self._alone:
+            self._alone = None
+        elif sequence.is_caught_up:
             self._decodes_changed = True
         else:
             self._num_behind -= 1
         sequence.is_caught_up = False
-        sequence.growth_step_id = 0
+        sequence.growth_batch_step = 0
 
-    def _foresee_growth(self, sequence: Sequence, next_step_id: int) -> None:
-        """Note when `sequence`, which from `next_step_id` on computes one token a step, needs its next block."""
-        sequence.growth_step_id = next_step_id + self._kv.num_slots_left(sequence)
-        self._growth.setdefault(sequence.growth_step_id, []).append(sequence)
+    def _foresee_growth(self, sequence: Sequence, batch_step: int) -> None:
+        """Note when `sequence`, which from this batch step on computes one token in each, needs its next block."""
+        sequence.growth_batch_step = batch_step + self._kv.num_slots_left(sequence)
+        self._growth.setdefault(sequence.growth_batch_step, []).append(sequence)

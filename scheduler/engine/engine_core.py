@@ -4,18 +4,23 @@ What lives here: the order of the four verbs and what is said to the front end. 
 scheduler's), tensors (the runner's), sockets and signals (`process.py`'s). Scheduler, runner, inbox and clock are
 handed in, so that all of it runs in a test without a process or a model.
 
-An exception anywhere in a step leaves the state of scheduler and runner unknown, so it is not caught here: it is the
-death of this engine, and `process.py` reports it.
+An exception of the runner is contained where the process is healthy: the step is dropped, the runner reset, and
+`containment.py` finds out whom it concerns. An exception over one Submit fails that request. Any other leaves unknown
+state behind, so it is not caught here: it is the death of this engine, and `process.py` reports it.
 """
 
 from __future__ import annotations
 
+import secrets
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
+from scheduler import logs
 from scheduler.codec import Message
 from scheduler.core.output import StepPlan, StepResult
 from scheduler.core.scheduler import RequestNeverFitsError, Scheduler
+from scheduler.engine.containment import Cause, Containment, cause_of
 from scheduler.flight_record import StepShape
 from scheduler.messages import (
     Abort,
@@ -33,7 +38,17 @@ from scheduler.messages import (
 class Runner(Protocol):
     """Computes a step; `scheduler/model/model_runner.py` is the real one."""
 
-    def execute(self, plan: StepPlan) -> StepResult: ...
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Compute one step. If it raises an `Exception`, `reset` and `probe` come next."""
+        ...
+
+    def reset(self) -> None:
+        """Forget every sequence, whatever state a failed step left them in; KV blocks keep what is in them."""
+        ...
+
+    def probe(self) -> None:
+        """Compute a tiny step that no sequence has a part in. Raises if this process cannot compute any more."""
+        ...
 
 
 class Recorder(Protocol):
@@ -41,7 +56,7 @@ class Recorder(Protocol):
 
     def enter(self, phase: Phase, step_id: int) -> None: ...
 
-    def record(self, shape: StepShape) -> None: ...
+    def record(self, shape: StepShape, request_ids: Sequence[int]) -> None: ...
 
 
 class EngineCore:
@@ -58,6 +73,7 @@ class EngineCore:
         self._runner = runner
         self._receive = receive
         self._recorder = recorder
+        self._containment = Containment(scheduler)
         self._submits_waiting: list[Submit] = []
         self._outputs: list[SequenceOutput] = []
         self._failures: list[RequestFailure] = []
@@ -68,33 +84,72 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """True if a step would compute something."""
-        return bool(self._submits_waiting) or self._scheduler.has_work
+        return bool(self._submits_waiting) or self._scheduler.has_work or self._containment.is_isolating
 
     def step(self) -> StepOutputs | None:
         """Make one step over whatever there is to do.
 
         Returns what the front end must be told, or None if nothing changed. With no work it only drains the inbox.
+        Raises what the runner raised if the process is not healthy any more.
         """
         self._recorder.enter(Phase.DRAIN, self._step_id)
         self._take(self._receive())
         self._submit_waiting()
 
         self._recorder.enter(Phase.SCHEDULE, self._step_id)
+        if self._containment.settle():
+            self._runner.reset()
         plan = self._scheduler.schedule()
         if plan is None:
             return self._collect()
         self._step_id = plan.step_id
-        self._recorder.record(shape_of(plan))
+        shape = shape_of(plan)
+        self._recorder.record(shape, self._scheduler.step_request_ids)
 
         self._recorder.enter(Phase.EXECUTE, self._step_id)
-        result = self._runner.execute(plan)
+        try:
+            result = self._runner.execute(plan)
+        except Exception as error:
+            if not self._contain(error, shape):
+                raise
+            return self._collect()
 
         self._recorder.enter(Phase.UPDATE, self._step_id)
         self._take(self._receive())  # aborts that came meanwhile: their results are dropped, their blocks freed now
         outputs, failures = self._scheduler.update_from_output(plan, result)
         self._outputs += outputs
         self._failures += failures
+        self._containment.step_succeeded()
         return self._collect()
+
+    def _contain(self, error: Exception, shape: StepShape) -> bool:
+        """Drop the failed step and go on without it. False if the process is in no state to go on."""
+        cause = cause_of(error)
+        if cause is Cause.DEVICE:
+            return False
+        is_news = self._containment.is_quiet
+        description = logs.describe(error)
+        _clear_frames(error)
+        num_requests = len(self._scheduler.step_request_ids)
+        failures = self._containment.step_failed(cause, shape)
+        try:
+            self._runner.reset()
+            self._runner.probe()
+        except Exception:  # noqa: BLE001 - whatever it is, the step's own failure is the cause to be told
+            return False
+        self._failures += failures
+        if not is_news:
+            del description["where"]  # the halves of one step fail in one place
+        logs.get_logger().warning(
+            "step contained",
+            step_id=shape.step_id,
+            shape=str(shape),
+            cause=cause.name.lower(),
+            num_requests=num_requests,
+            num_requests_failed=len(failures),
+            **description,
+        )
+        return True
 
     def _take(self, messages: Iterable[Message]) -> None:
         """Apply aborts at once, ahead of the Submits that wait; keep Submits for the next step."""
@@ -119,6 +174,11 @@ class EngineCore:
                 output = self._scheduler.add_request(submit)
             except RequestNeverFitsError:
                 self._failures.append(RequestFailure(submit.request_id, FailureKind.NEVER_FITS))
+            except Exception as error:  # noqa: BLE001 - a request that we have no place for is not the engine's death
+                incident_id = secrets.token_hex(8)
+                logs.get_logger().error("request failed", incident_id=incident_id, **logs.describe(error))
+                self._scheduler.abort((submit.request_id,))  # should it have been here before, nothing of it is now
+                self._failures.append(RequestFailure(submit.request_id, FailureKind.INTERNAL, incident_id))
             else:
                 if output is not None:  # its resumed tokens were already all there is
                     self._outputs.append(output)
@@ -145,3 +205,13 @@ def shape_of(plan: StepPlan) -> StepShape:
         num_preempted=len(plan.preempted_seq_ids),
         max_query_len=max(plan.num_scheduled_tokens),
     )
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Let go of what the frames that raised still hold: after running out of memory that may be most of it."""
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        traceback.clear_frames(link.__traceback__)
+        link = link.__cause__ or link.__context__

@@ -5,7 +5,7 @@ The layout, and the reader that outlives this process, are in `scheduler/flight_
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from scheduler.flight_record import FlightWriter, StepShape
 from scheduler.messages import Phase
@@ -35,7 +35,7 @@ class FlightRecorder:
             num_messages_received=self._num_messages_received(),
         )
 
-    def record(self, shape: StepShape) -> None:
-        """A step of this shape is about to run."""
+    def record(self, shape: StepShape, request_ids: Sequence[int]) -> None:
+        """A step of this shape, with these requests in it, is about to run."""
         self.last_shape = shape
-        self._writer.record(shape)
+        self._writer.record(shape, request_ids)

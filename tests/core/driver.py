@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from scheduler.core.config import SchedulerConfig
@@ -11,7 +12,8 @@ from scheduler.core.output import StepPlan
 from scheduler.core.request import SequenceStatus
 from scheduler.core.scheduler import Scheduler
 from scheduler.messages import FailureKind, FinishReason, RequestFailure, SequenceOutput, Submit
-from tests.fakes import FakeRunner, reference_output
+from tests.core.failing_runner import FailingRunner, StepFailedError
+from tests.fakes import reference_output
 
 VOCAB_SIZE = 50
 
@@ -53,7 +55,7 @@ class Driver:
     ) -> None:
         self.config = config
         self.scheduler = Scheduler(config)
-        self.runner = FakeRunner(
+        self.runner = FailingRunner(
             num_kv_blocks=config.num_kv_blocks,
             block_size=config.block_size,
             vocab_size=vocab_size,
@@ -62,11 +64,15 @@ class Driver:
         self.max_model_len = min(config.max_model_len, config.num_kv_blocks * config.block_size)
         self.answers: dict[int, Answer] = {}
         self.plans: list[StepPlan] = []
+        self.confined_to: frozenset[int] | None = None
+        self.may_overtake = False
+        """Whether something happened that may let a later request of a priority run while an earlier one waits."""
 
     def submit(self, submit: Submit) -> Answer:
         """Errors of `add_request` pass through; the request is then unknown here too."""
         output = self.scheduler.add_request(submit)
         answer = self.answers[submit.request_id] = Answer(submit)
+        self.may_overtake |= submit.alone_until > 0
         if output is not None:
             self._take(output)
         self.check_invariants()
@@ -85,9 +91,7 @@ class Driver:
         plan = self.scheduler.schedule()
         if plan is None:
             return None
-        self.plans.append(plan)
-        assert plan.num_batched_tokens <= self.config.max_num_batched_tokens
-        assert len(plan.seq_ids) <= self.config.max_num_seqs
+        self._check_plan(plan)
         result = self.runner.execute(plan)
         if while_in_flight is not None:
             while_in_flight()
@@ -98,6 +102,38 @@ class Driver:
             self._fail(failure)
         self.check_invariants()
         return plan
+
+    def fail_step(self, while_in_flight: Callable[[], None] | None = None) -> tuple[int, ...]:
+        """schedule, a step that fails after it has spoilt all that it could, `while_in_flight`, drop. Whose it was."""
+        plan = self.scheduler.schedule()
+        if plan is None:
+            return ()
+        self._check_plan(plan)
+        with contextlib.suppress(StepFailedError):
+            self.runner.fail(plan)
+        if while_in_flight is not None:
+            while_in_flight()
+        in_step = self.scheduler.drop_step()
+        self.runner.reset()
+        assert in_step == self.scheduler.step_request_ids
+        self._check_vacant()
+        return in_step
+
+    def vacate(self) -> None:
+        self.scheduler.vacate()
+        self.runner.reset()
+        self._check_vacant()
+
+    def confine(self, request_ids: Iterable[int]) -> None:
+        self.confined_to = frozenset(request_ids)
+        self.may_overtake = True
+        self.scheduler.confine(self.confined_to)
+        self.check_invariants()
+
+    def unconfine(self) -> None:
+        self.confined_to = None
+        self.scheduler.unconfine()
+        self.check_invariants()
 
     def run(self, num_steps_max: int = 1000) -> int:
         """Step until nothing is left to do. Returns the number of steps."""
@@ -140,6 +176,30 @@ class Driver:
         assert not answer.is_over, f"request {failure.request_id} failed after its end"
         answer.end = failure.kind
 
+    def _check_plan(self, plan: StepPlan) -> None:
+        """Within its bounds, of those who may run, and nobody beside one that must be alone."""
+        self.plans.append(plan)
+        scheduler = self.scheduler
+        assert plan.num_batched_tokens <= scheduler.max_num_batched_tokens <= self.config.max_num_batched_tokens
+        assert len(plan.seq_ids) <= scheduler.max_num_seqs <= self.config.max_num_seqs
+        request_ids = {s.seq_id: s.request_id for r in scheduler._requests.values() for s in r.sequences}
+        in_step = tuple(request_ids[seq_id] for seq_id in plan.seq_ids)
+        assert scheduler.step_request_ids == in_step
+        assert self.confined_to is None or self.confined_to.issuperset(in_step)
+        for request_id in in_step:
+            answer = self.answers[request_id]
+            num_output_tokens = len(answer.submit.resume_token_ids) + len(answer.token_ids)
+            assert scheduler.num_output_tokens(request_id) == num_output_tokens
+            assert num_output_tokens >= answer.submit.alone_until or len(in_step) == 1
+
+    def _check_vacant(self) -> None:
+        """Nobody runs, nothing is held, all who live wait as if they had never run."""
+        assert not self.scheduler._running
+        assert self.scheduler.stats().num_used_kv_blocks == 0
+        for request in self.scheduler._requests.values():
+            assert all(sequence.status is SequenceStatus.WAITING for sequence in request.sequences)
+        self.check_invariants()
+
     def check_invariants(self) -> None:
         self._check_pool()
         self._check_lists()
@@ -166,22 +226,26 @@ class Driver:
         assert len(running) <= self.config.max_num_seqs
         assert running == sorted(running, key=lambda sequence: sequence.order)
         assert set(running) == {sequence for sequence in live if sequence.status is SequenceStatus.RUNNING}
-        assert scheduler._num_behind == sum(not sequence.is_caught_up for sequence in running)
+        assert scheduler._num_behind == sum(not s.is_caught_up and s is not scheduler._alone for s in running)
+        assert [s for s in running if s.is_alone] == ([] if scheduler._alone is None else [scheduler._alone])
         for sequence in running:
-            assert (sequence.growth_step_id > 0) == sequence.is_caught_up
+            assert (sequence.growth_batch_step > 0) == sequence.is_caught_up
             assert len(sequence.block_table) <= -(-len(sequence.token_ids) // self.config.block_size), "idle blocks"
         for sequence in waiting:
             assert sequence.status in {SequenceStatus.WAITING, SequenceStatus.PREEMPTED}
             assert not sequence.block_table
             assert not sequence.is_caught_up
-        for ahead in running:
-            for behind in waiting:
-                assert ahead.order[0] != behind.order[0] or ahead.order < behind.order, "overtaken within a priority"
+        if not self.may_overtake:
+            for ahead in running:
+                for behind in waiting:
+                    is_due = ahead.order[0] != behind.order[0] or ahead.order < behind.order
+                    assert is_due, "overtaken within a priority"
         stats = scheduler.stats()
         assert stats.num_running == len(running)
         assert stats.num_waiting == len(waiting)
         assert stats.num_waiting_tokens == sum(len(sequence.token_ids) for sequence in waiting)
-        assert scheduler.has_work == bool(live)
+        held = [s for s in waiting if self.confined_to is not None and s.request_id not in self.confined_to]
+        assert scheduler.has_work == (len(live) > len(held))
         live_answers = {request_id for request_id, answer in self.answers.items() if not answer.is_over}
         assert set(scheduler._requests) == live_answers
 

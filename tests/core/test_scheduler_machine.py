@@ -1,4 +1,7 @@
-"""Submissions, aborts and steps in any order, on pools so small that preemption and prefix hits are common."""
+"""Submissions, aborts, steps, failed steps, confinements and limits in any order.
+
+The pools are so small that preemption and prefix hits are common, and a failed step spoils all KV that it could.
+"""
 
 from __future__ import annotations
 
@@ -39,6 +42,8 @@ submits = st.builds(
     cache_bypass=st.sampled_from([False, False, False, True]),
     num_logprobs=st.sampled_from([None, None, 0]),
 )
+# Of the output tokens: none, the first few, or all of them.
+alone_untils = st.sampled_from([0, 0, 0, 0, 1, 3, 2**31])
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -70,11 +75,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.driver = Driver(config, vocab_size=VOCAB_SIZE, poison_token_id=POISON_ID)
         self.next_request_id = 1
 
-    @rule(submits=st.lists(submits, min_size=1, max_size=4))
-    def submit(self, submits: list[Submit]) -> None:
-        for submit in submits:
+    @rule(submits=st.lists(st.tuples(submits, alone_untils), min_size=1, max_size=4))
+    def submit(self, submits: list[tuple[Submit, int]]) -> None:
+        for submit, alone_until in submits:
             try:
-                self.driver.submit(replace(submit, request_id=self.next_request_id))
+                self.driver.submit(replace(submit, request_id=self.next_request_id, alone_until=alone_until))
             except RequestNeverFitsError:
                 num_tokens = len(submit.prompt_token_ids) + len(submit.resume_token_ids)
                 assert num_tokens + 1 > self.driver.max_model_len
@@ -100,15 +105,53 @@ class SchedulerMachine(RuleBasedStateMachine):
 
         self.driver.step(while_in_flight)
 
+    @rule(num_steps_before=st.integers(0, 3), prompt=st.none() | prompts)
+    def step_fails(self, num_steps_before: int, prompt: tuple[int, ...] | None) -> None:
+        def while_in_flight() -> None:
+            if prompt is not None and len(prompt) < self.driver.max_model_len:
+                self.driver.submit(make_submit(self.next_request_id, prompt))
+                self.next_request_id += 1
+
+        for _ in range(num_steps_before):
+            self.driver.step()
+        self.driver.fail_step(while_in_flight)
+
+    @rule(positions=st.lists(st.integers(-1, 8), min_size=1, max_size=4), is_failure=st.booleans())
+    def confine(self, positions: list[int], is_failure: bool) -> None:
+        if is_failure:
+            self.driver.fail_step()
+        self.driver.vacate()
+        self.driver.confine(self.next_request_id - position for position in positions)
+
+    @rule()
+    def unconfine(self) -> None:
+        self.driver.unconfine()
+
+    @rule(max_num_seqs=st.integers(1, 6), budget_extra=st.integers(0, 12))
+    def limit(self, max_num_seqs: int, budget_extra: int) -> None:
+        self.driver.vacate()
+        self.driver.scheduler.limit(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_seqs + budget_extra)
+
+    @rule()
+    def raise_limit(self) -> None:
+        scheduler = self.driver.scheduler
+        scheduler.limit(
+            max_num_seqs=2 * scheduler.max_num_seqs, max_num_batched_tokens=2 * scheduler.max_num_batched_tokens
+        )
+
     def teardown(self) -> None:
         """Whatever happened: what is left ends in a bounded number of steps, as it would have alone."""
         if not hasattr(self, "driver"):
             return
+        self.driver.unconfine()
         num_steps_max = 0
         for answer in self.driver.answers.values():
             if not answer.is_over:
                 num_tokens = len(answer.submit.prompt_token_ids) + answer.submit.stopping.max_tokens
-                num_steps_max += num_tokens  # as the first in precedence it gets one in every step
+                num_steps_max += num_tokens  # as the first in precedence of those who run it gets one in every step
+        if self.driver.may_overtake:
+            # It may be in every other step only, and lose its place to an earlier one that waited, and begin anew.
+            num_steps_max *= 4
         self.driver.run(num_steps_max + 1)
         self.driver.check_answers()
         assert self.driver.scheduler.stats().num_used_kv_blocks == 0

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from scheduler.codec import Message
 from scheduler.core.config import SchedulerConfig
@@ -23,7 +26,8 @@ from scheduler.messages import (
     Shutdown,
     StepOutputs,
 )
-from tests.fakes import FakeRunner, make_submit, reference_output
+from tests.core.failing_runner import FailingRunner
+from tests.fakes import make_submit, reference_output
 
 NUM_KV_BLOCKS = 16
 BLOCK_SIZE = 4
@@ -35,15 +39,17 @@ class Recorder:
     def __init__(self) -> None:
         self.phases: list[Phase] = []
         self.shapes: list[StepShape] = []
+        self.request_ids: list[Sequence[int]] = []
 
     def enter(self, phase: Phase, step_id: int) -> None:
         self.phases.append(phase)
 
-    def record(self, shape: StepShape) -> None:
+    def record(self, shape: StepShape, request_ids: Sequence[int]) -> None:
         self.shapes.append(shape)
+        self.request_ids.append(request_ids)
 
 
-class HookedRunner(FakeRunner):
+class HookedRunner(FailingRunner):
     """A fake runner during whose steps something may happen."""
 
     during_step: Callable[[], None] = staticmethod(lambda: None)
@@ -97,6 +103,18 @@ def test_a_step_walks_the_phases_in_order_and_records_its_shape_before_it_runs()
     world.core.step()
     assert world.recorder.phases == [Phase.DRAIN, Phase.SCHEDULE, Phase.EXECUTE, Phase.UPDATE]
     assert seen == [[StepShape(1, num_seqs=1, num_batched_tokens=5, num_new=1, num_preempted=0, max_query_len=5)]]
+    assert world.recorder.request_ids == [(1,)]
+
+
+def test_a_steady_batch_is_recorded_as_the_same_object() -> None:
+    """While the same requests decode, the recorder is given the very tuple of the step before."""
+    world = World()
+    world.inbox.extend([make_submit(7, [1], max_tokens=9), make_submit(3, [2], max_tokens=9)])
+    for _ in range(5):
+        world.core.step()
+    _, *steady = world.recorder.request_ids
+    assert steady[0] == (7, 3)
+    assert all(request_ids is steady[0] for request_ids in steady)
 
 
 def test_requests_get_their_tokens_one_message_a_step() -> None:
@@ -174,17 +192,58 @@ def test_resumed_tokens_that_end_a_request_are_answered_without_a_step() -> None
     assert world.runner.num_tokens_computed_total == 0
 
 
-def test_an_exception_of_the_runner_is_not_caught_here() -> None:
-    """A failed step leaves unknown state: the core lets it through to the process's fatal boundary."""
+@pytest.mark.parametrize("method", ["schedule", "update_from_output"])
+def test_an_exception_of_the_scheduler_is_not_caught_here(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler that raises is in an unknown state: the core lets it through to the process's fatal boundary."""
     world = World()
 
-    def explode() -> None:
-        raise RuntimeError("kernel")
+    def explode(*_: object) -> None:
+        raise RuntimeError("bug")
 
-    world.runner.during_step = explode
     world.inbox.append(make_submit(1, range(4)))
-    with pytest.raises(RuntimeError, match="kernel"):
+    monkeypatch.setattr(world.scheduler, method, explode)
+    with pytest.raises(RuntimeError, match="bug"):
         world.core.step()
+    assert world.runner.num_resets == 0
+
+
+def test_what_ends_a_process_is_not_contained() -> None:
+    """SystemExit and its like in a step go through: only an Exception is a failure of the step."""
+    world = World()
+
+    def leave() -> None:
+        raise SystemExit(1)
+
+    world.runner.during_step = leave
+    world.inbox.append(make_submit(1, range(4)))
+    with pytest.raises(SystemExit):
+        world.core.step()
+    assert world.runner.num_resets == 0
+
+
+@pytest.mark.parametrize("broken", [{"num_sequences": 2}, {"prompt_token_ids": ()}, {"priority": None}])
+def test_a_request_that_raises_on_arrival_fails_alone(broken: dict[str, Any]) -> None:
+    """A bug met over one Submit fails that request with an incident id, which one log record tells; others run on."""
+    world = World()
+    before = make_submit(1, range(4), max_tokens=6)
+    world.inbox.append(before)
+    world.core.step()
+    world.inbox.extend([replace(make_submit(2, [5]), **broken), make_submit(3, [6], max_tokens=1)])
+    with capture_logs() as records:
+        said = world.run()
+    (failure,) = [failure for message in said for failure in message.failures]
+    assert (failure.request_id, failure.kind) == (2, FailureKind.INTERNAL)
+    (record,) = records
+    assert (record["event"], record["log_level"], record["incident_id"]) == (
+        "request failed",
+        "error",
+        failure.incident_id,
+    )
+    assert record["where"]
+    assert len(failure.incident_id) == 16
+    assert sum(len(o.new_token_ids) for message in said for o in message.outputs if o.request_id == 1) == 5
+    assert world.scheduler.stats().num_used_kv_blocks == 0
+    assert not world.core.has_work
 
 
 def test_shutdown_is_noticed_with_the_step_it_arrives_in() -> None:
