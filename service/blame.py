@@ -18,7 +18,7 @@ So a poison has two deaths: one that makes it a suspect, one that proves it. For
   dies once, whether its death is handled late or not, and with it all copies are back here;
 - a caller that leaves does not take the evidence along: `on_left` keeps what the engine may still be computing;
 - a place is reached step by step, but what the front end has counted may lag behind: with each dying step that the same
-  fingerprint was in, the place is put further beyond the count (1, 8, 64, 512 tokens).
+  fingerprint was in, the place is put further beyond the count (1, 2, 4, 8 tokens).
 
 Copies that are running unsuspected on several engines when the first death is handled can each still take their engine:
 no death while unsuspected is proof, or two signals at once would convict whatever prompt many callers have in common.
@@ -44,7 +44,7 @@ POISON_TTL_S = 600.0
 SUSPECT_TTL_S = 600.0
 LEFT_TTL_S = 120.0
 """How long an engine may go on computing what it was told to forget; a hang is found well before."""
-MARGIN_BASE = 8
+MARGIN_BASE = 2
 MARGIN_POWER_MAX = 3
 _DIGEST_BYTES = 16
 _encoder = msgspec.msgpack.Encoder()

@@ -250,8 +250,8 @@ FLAGS = (
     Flag("max-queue-tokens", _integer(1, 10**9), 1_000_000, "prompt tokens, and entries of long options, that may "
          "wait for a first token"),
     Flag("replicas", _integer(1, 64), 1, "engines in this server: one per GPU, or sharing the cores"),
-    Flag("on-engine-death", _text, "fail", "fail ends an engine's streams UNAVAILABLE; replay lets them go on where they "
-         "were, on another engine or the next one", "WHAT", ("fail", "replay")),
+    Flag("on-engine-death", _text, "fail", "fail ends an engine's streams UNAVAILABLE; replay lets them go on where "
+         "they were, on another engine or the next one", "WHAT", ("fail", "replay")),
     Flag("max-engine-restarts", _integer(0, 1000), 5, "engine deaths within five minutes after which the server gives "
          "up, unless another replica serves; 0 gives up at the first"),
     Flag("standby", _integer(0, 1), 0, "1 keeps a warm second engine, which takes over from a dead one in a second; it "

@@ -160,6 +160,7 @@ def generate_request(
         cache_bypass=message.cache.bypass,
         priority=priority,
         resume_token_ids=resume_token_ids,
+        resume_on_engine_death=(message.resume_on_engine_death if message.HasField("resume_on_engine_death") else None),
     )
 
 
@@ -433,7 +434,6 @@ def _not_in_this_version(check: _Check, message: inference_pb2.GenerateRequest) 
         if message.HasField(field):
             check.duration(field, value)
             check.unless(is_supported=False, option=field)
-    check.unless(not message.resume_on_engine_death, "resume_on_engine_death")
 
 
 def _prompt_field(prompt: PromptInput) -> str:

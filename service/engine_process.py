@@ -14,16 +14,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
 from scheduler import logs
-from scheduler.config import EngineConfig
 from scheduler.flight_record import SIZE_BYTES, FlightReader
 
 ENGINE_COMMAND = (sys.executable, "-P", "-m", "scheduler.engine.process")
@@ -31,22 +32,29 @@ ENGINE_COMMAND = (sys.executable, "-P", "-m", "scheduler.engine.process")
 LAST_LINES_MAX = 50
 LINE_CHARS_MAX = 4096
 REAP_POLL_S = 0.005
+STACKS_SIGNAL = signal.SIGUSR1
+STACKS_BYTES_MAX = 64 * 1024
+STACKS_POLL_S = 0.02
 _READ_BYTES = 64 * 1024
 
 
 class EngineProcess:
     """A started process. `connection` is our end of its socket; whoever takes it over closes it."""
 
-    def __init__(self, command: Sequence[str], config: EngineConfig, index: int = 0) -> None:
+    def __init__(self, command: Sequence[str], *, num_threads: int | None, name: str = "0") -> None:
         """Start it. Must run in the main thread, on a running loop.
 
         Args:
-            command: To it the two descriptors' flags are added.
-            config: Only its threads matter here; the whole of it goes over the socket.
-            index: Which replica, for the logs.
+            command: To it the three descriptors' flags are added.
+            num_threads: Its compute threads, which must be known before torch loads; None: one per usable core.
+            name: Which replica, for the logs.
         """
         self._loop = asyncio.get_running_loop()
-        self._index = index
+        self.name = name
+        """May change: a spare becomes a replica."""
+        self.started_monotonic_s = time.monotonic()
+        self.last_rss_bytes: int | None = None
+        self.was_killed_by_us = False
         self._oom_kills_before = _oom_kills()
         self._exited = asyncio.Event()
         self._output_ended = asyncio.Event()
@@ -56,17 +64,23 @@ class EngineProcess:
         self.connection, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         flight_fd = os.memfd_create("emberline-flight", os.MFD_CLOEXEC)
         os.ftruncate(flight_fd, SIZE_BYTES)
+        self._stacks_fd = os.memfd_create("emberline-stacks", os.MFD_CLOEXEC)
         self._output_fd, output_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         os.set_blocking(output_end, True)
         try:
-            flags = ["--socket-fd", str(child_end.fileno()), "--flight-recorder-fd", str(flight_fd)]
+            descriptors = {
+                "--socket-fd": child_end.fileno(),
+                "--flight-recorder-fd": flight_fd,
+                "--stacks-fd": self._stacks_fd,
+            }
+            flags = [part for name, fd in descriptors.items() for part in (name, str(fd))]
             self._popen = subprocess.Popen(  # noqa: S603 - our own interpreter and module
                 [*command, *flags],
                 stdin=subprocess.DEVNULL,
                 stdout=output_end,
                 stderr=output_end,
-                pass_fds=(child_end.fileno(), flight_fd),
-                env=_environment(config),
+                pass_fds=tuple(descriptors.values()),
+                env=_environment(num_threads),
                 process_group=0,
             )
             self.flight = FlightReader(flight_fd)
@@ -93,9 +107,31 @@ class EngineProcess:
         now = _oom_kills()
         return None if now is None or self._oom_kills_before is None else now - self._oom_kills_before
 
+    def note_memory(self) -> None:
+        """Remember how much memory it holds; a dead process cannot be asked."""
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
+            self.last_rss_bytes = pages * resource.getpagesize()
+
+    async def stacks(self, timeout_s: float) -> str:
+        """Its threads' Python stacks, as far as it can still give them within `timeout_s`: a stopped one cannot."""
+        if self._popen.returncode is not None:
+            return ""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(self.pid, STACKS_SIGNAL)
+        deadline_s = time.monotonic() + timeout_s
+        size = -1
+        while time.monotonic() < deadline_s:
+            await asyncio.sleep(STACKS_POLL_S)
+            before, size = size, os.fstat(self._stacks_fd).st_size
+            if size > 0 and size == before:
+                break
+        return os.pread(self._stacks_fd, STACKS_BYTES_MAX, 0).decode("utf-8", "replace")
+
     def kill(self) -> None:
         """SIGKILL to the process and whatever it started; nothing if it is reaped."""
         if self._popen.returncode is None:
+            self.was_killed_by_us = True
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
 
@@ -117,6 +153,9 @@ class EngineProcess:
             os.close(self._pid_fd)
             self._pid_fd = -1
         self._end_output()
+        if self._stacks_fd >= 0:
+            os.close(self._stacks_fd)
+            self._stacks_fd = -1
         self.flight.close()
 
     def _reap(self) -> None:
@@ -155,13 +194,13 @@ class EngineProcess:
         line = raw.decode("utf-8", "replace")
         record = logs.parse_line(line)
         if record is not None:
-            logs.forward(record, engine=self._index)
+            logs.forward(record, engine=self.name)
             return
         # What is no record of a log (a library's words, a crash dump) is kept for the death record.
         line = line[:LINE_CHARS_MAX].rstrip()
         if line:
             self.last_lines.append(line)
-            logs.get_logger().debug("engine output", engine=self._index, line=line)
+            logs.get_logger().debug("engine output", engine=self.name, line=line)
 
 
 def signal_name(number: int) -> str:
@@ -172,11 +211,11 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _environment(config: EngineConfig) -> dict[str, str]:
+def _environment(num_threads: int | None) -> dict[str, str]:
     """Thread counts are read when torch loads, so they must be set before the exec."""
     environment = dict(os.environ)
-    if config.num_threads is not None:
-        environment["OMP_NUM_THREADS"] = str(config.num_threads)
+    if num_threads is not None:
+        environment["OMP_NUM_THREADS"] = str(num_threads)
     else:
         environment.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
     # Threads that spin at OpenMP's barriers lose whole time slices as soon as anything else wants a core (our own front

@@ -30,7 +30,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # the stub is not annotated
     """Readiness names begin NOT_SERVING, liveness SERVING. All methods belong to the event loop's thread."""
 
-    def __init__(self, *, max_watchers: int = 1024) -> None:
+    def __init__(self, *, max_watchers: int = 8192) -> None:
         self._max_watchers = max_watchers
         self._watchers: set[asyncio.Event] = set()
         self._closing = asyncio.Event()

@@ -114,6 +114,8 @@ class GenerateRequest:
     cache_bypass: bool = False
     priority: int = 0
     resume_token_ids: tuple[int, ...] = ()
+    resume_on_engine_death: bool | None = None
+    """None: the server's default."""
 
 
 @dataclass(frozen=True, slots=True)

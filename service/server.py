@@ -6,17 +6,20 @@ ENGINE_STARTING. `stopping` is known everywhere before anything is torn down, an
 so that probes on new connections are told NOT_SERVING, not refused, and no call is told CANCELLED: gRPC's own stop does
 that to those that come in its moment, and no client retries it. A call cut off by the process's end is UNAVAILABLE.
 
-    bind ─► listen ─► start engine + load tokenizer ─► serve ─┬─► drain (SIGTERM, SIGINT) ─► exit 0
-                                                              └─► give up (engine dead) ─► exit 4 (3, 2 while starting)
+    bind ─► listen ─► start engines + load tokenizer ─► serve ─┬─► drain (SIGTERM, SIGINT) ─► exit 0
+                                                               └─► give up (no engine any more) ─► exit 4 (3, 2 at the
+                                                                   first start)
 """
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 import signal
 import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -27,17 +30,25 @@ from scheduler import logs
 from scheduler.errors import ConfigurationError, StartupError
 from scheduler.messages import Ready
 from service.admission import Admission
+from service.blame import Blame
 from service.config import ServerConfig
+from service.death import Death
+from service.devices import device_indices, num_gpus, threads_per_engine
+from service.dispatch import Dispatcher
+from service.engine import EngineSettings
 from service.engine_process import ENGINE_COMMAND
-from service.errors import DrainingError, EngineStartingError, QueueFullError
+from service.errors import DrainingError, QueueFullError
 from service.exit import ExitCode, write_termination_log
 from service.health import HealthServicer
 from service.journal import Journal
 from service.reflection import reflection_handlers
+from service.replica import Replica
 from service.request import Limits
+from service.router import Router
 from service.servicer import Backend, InferenceServicer, InfoServicer, TokenizerServicer
 from service.status import safe_handlers
-from service.supervisor import DRAINING_RETRY_AFTER_S, STARTING_RETRY_AFTER_S, Death, Supervisor
+from service.stream import RequestStream
+from service.supervisor import DRAINING_RETRY_AFTER_S, Supervisor
 from service.tokenizer import Tokenizer, load_tokenizer
 from service.workers import Workers
 
@@ -72,7 +83,9 @@ class Server:
         self._stop_requested = asyncio.Event()
         self._stop_now = asyncio.Event()
         self._started_s = time.monotonic()
-        self._death: Death | None = None
+        self._has_served = False
+        self._is_hopeless = False
+        self._hopeless_since_s = 0.0
         self.address = ""
         self._lost_listeners: list[grpc.aio.Server] = []
         self._is_deaf = False
@@ -84,10 +97,10 @@ class Server:
         On return all calls have their answers and nothing but the listener is left, which goes with the process.
         """
         asyncio.get_running_loop().set_exception_handler(_report_loop_error)
-        self._build()
         try:
+            self._build()
             self._bind()
-        except StartupError as error:
+        except (ConfigurationError, StartupError) as error:
             return self._could_not_start(error)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self.request_stop)
@@ -114,25 +127,37 @@ class Server:
     def _build(self) -> None:
         config = self._config
         self._journal = Journal()
+        gpus = num_gpus()
+        settings = EngineSettings(
+            command=self._engine_command,
+            num_threads=threads_per_engine(config.threads, config.device, config.replicas, gpus),
+            step_deadline_s=config.step_deadline_s,
+            crash_dir=config.crash_dir,
+            model=config.served_model_name,
+        )
+        self._supervisor = Supervisor(
+            replace(config.engine_config(), num_threads=settings.num_threads),
+            self,
+            settings,
+            max_restarts=config.max_engine_restarts,
+            device_indices=device_indices(config.device, config.replicas, gpus),
+            keeps_standby=config.standby > 0,
+        )
         self._admission = Admission(
             max_queue_requests=config.max_queue_requests,
             max_queue_tokens=config.max_queue_tokens,
             max_live_requests=config.max_queue_requests + LIVE_CALLS_PER_SEQ_MAX * config.max_num_seqs,
             clock=time.monotonic,
-            make_refusal=lambda: EngineStartingError(STARTING_RETRY_AFTER_S),
+            make_refusal=self._supervisor.refusal,
         )
-        self._supervisor = Supervisor(
-            config.engine_config(),
-            self._journal,
-            self,
-            step_deadline_s=config.step_deadline_s,
-            command=self._engine_command,
-        )
+        blame = Blame(time.monotonic, secrets.token_bytes(32))
+        self._dispatcher = Dispatcher(self._journal, self._supervisor, blame, Router(config.replicas))
         self._backend = Backend(
             config,
             self._admission,
             self._journal,
             self._supervisor,
+            self._dispatcher,
             prompt_workers=self._workers("prompts", PROMPT_THREADS),
             tool_workers=self._workers("tools", TOOL_THREADS),
         )
@@ -184,8 +209,8 @@ class Server:
                 raise StartupError(f"cannot start the engine process: {error.strerror}") from None
             stop = asyncio.create_task(self._stop_requested.wait())
             listening = self._watch_listener()
-            waiting: set[asyncio.Future[Any]] = {stop, self._supervisor.burial, loading, listening}
-            while not (stop.done() or self._supervisor.burial.done() or self._is_deaf):
+            waiting: set[asyncio.Future[Any]] = {stop, self._supervisor.gave_up, loading, listening}
+            while not (stop.done() or self._supervisor.gave_up.done() or self._is_deaf):
                 await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 if listening.done():
                     waiting.discard(listening)
@@ -198,11 +223,11 @@ class Server:
         except (ConfigurationError, StartupError) as error:
             return await self._leave(self._could_not_start(error))
         stop.cancel()
-        if self._death is None:
+        if not self._is_hopeless:
             code = await self._drain()
-            if self._death is None:
+            if not self._is_hopeless:
                 return await self._leave(ExitCode.BUG if self._is_deaf else code)
-        return await self._leave(await self._give_up(self._death))
+        return await self._leave(await self._give_up())
 
     def _watch_listener(self) -> asyncio.Future[bool]:
         """Done when gRPC's own loop has ended. Never cancelled: that would reach the future its stop waits for."""
@@ -241,11 +266,13 @@ class Server:
         if tokenizer is None:
             return
         self._backend.limits = _limits(self._config, tokenizer, ready)
-        if ready is None or self._death is not None or self._stop_requested.is_set():
+        if ready is None:
             return
         self._backend.eos_token_ids = _eos_token_ids(tokenizer, ready)
-        self._admission.open()
-        self._health.set_serving(True)
+        self._update_door()
+        if self._has_served or not self._supervisor.is_serving or self._stop_requested.is_set():
+            return
+        self._has_served = True
         logs.get_logger().info(
             "serving",
             address=self.address,
@@ -257,20 +284,44 @@ class Server:
             max_model_len=ready.max_model_len,
             num_kv_blocks=ready.num_kv_blocks,
             block_size=ready.block_size,
+            replicas=self._config.replicas,
             engine_pid=ready.pid,
             startup_s=round(time.monotonic() - self._started_s, 2),
         )
 
-    def on_engine_ready(self, _ready: Ready) -> None:
+    def _update_door(self) -> None:
+        """Health and admission say the same, in the same moment."""
+        if self._stop_requested.is_set():
+            return  # draining says its own
+        is_serving = self._supervisor.is_serving and self._backend.tokenizer is not None
+        if is_serving:
+            self._admission.open()
+        else:
+            self._admission.shut(self._supervisor.refusal)
+        self._health.set_serving(is_serving)
+
+    def on_replica_ready(self, replica: Replica, _ready: Ready) -> None:
         """The supervisor's word."""
         self._serve_if_complete()
+        self._dispatcher.on_replica_ready(replica)
 
-    def on_engine_death(self, death: Death) -> None:
+    def on_replica_death(self, replica: Replica, death: Death) -> None:
         """The supervisor's word: from this moment on nobody is told otherwise."""
-        self._death = death
-        self._admission.shut(self._supervisor.engine_dead_error)
+        self._update_door()
+        self._dispatcher.on_replica_death(replica, death)
+
+    def on_replica_output(self, replica: Replica, stream: RequestStream, num_tokens: int) -> None:
+        """The supervisor's word."""
+        self._dispatcher.on_replica_output(replica, stream, num_tokens)
+
+    def on_last_hope_lost(self) -> None:
+        """The supervisor's word: this process cannot recover by itself."""
+        self._is_hopeless = True
+        self._admission.shut(self._supervisor.refusal)
         self._health.set_serving(False)
-        self._health.set_alive(False)  # this version starts no second engine
+        self._health.set_alive(False)
+        self._dispatcher.end_all(self._supervisor.refusal)
+        self._hopeless_since_s = time.monotonic()
 
     # Ending
 
@@ -279,23 +330,22 @@ class Server:
         self._health.set_serving(False)
         logs.get_logger().info("draining", num_live=self._admission.num_live, grace_s=self._config.drain_grace_s)
         await self._wait_for_calls(self._config.drain_grace_s, unless=self._stop_now)
-        if self._death is None and self._admission.num_live:
-            num_cut = self._supervisor.client.end_streams(lambda _: DrainingError(DRAINING_RETRY_AFTER_S))
+        if not self._is_hopeless and self._admission.num_live:
+            num_cut = self._dispatcher.end_all(lambda: DrainingError(DRAINING_RETRY_AFTER_S))
             logs.get_logger().warning("streams cut at the end of the grace", num_streams=num_cut)
             if not self._stop_now.is_set():
                 await self._wait_for_calls(AFTER_GRACE_TIMEOUT_S)
         return ExitCode.CLEAN
 
-    async def _give_up(self, death: Death) -> ExitCode:
-        """The engine is dead and has been told of; from here on a stop signal changes nothing."""
-        burial = await self._supervisor.burial
-        elapsed_s = time.monotonic() - death.monotonic_s
+    async def _give_up(self) -> ExitCode:
+        """It is over and has been told; from here on a stop signal changes nothing."""
+        end = await self._supervisor.gave_up
+        elapsed_s = time.monotonic() - self._hopeless_since_s
         await self._wait_for_calls(max(TRAILERS_TIMEOUT_S - elapsed_s, 0))
-        if death.was_starting:
-            if burial.is_configuration:
-                return self._could_not_start(ConfigurationError(burial.root_cause))
-            return self._could_not_start(StartupError(burial.root_cause))
-        write_termination_log(self._config.termination_log, burial.root_cause)
+        if end.is_first_start:
+            make = ConfigurationError if end.is_configuration else StartupError
+            return self._could_not_start(make(end.root_cause))
+        write_termination_log(self._config.termination_log, end.root_cause)
         return ExitCode.GAVE_UP
 
     async def _leave(self, code: ExitCode) -> ExitCode:

@@ -24,10 +24,11 @@ import grpc
 
 from emberline.v1 import inference_pb2, info_pb2, tokenizer_pb2
 from scheduler import logs
-from scheduler.messages import EngineStats, FinishReason, SequenceOutput, Submit, TokenLogprobs
+from scheduler.messages import FinishReason, SequenceOutput, Submit, TokenLogprobs
 from service import convert
 from service.admission import Admission, Ticket
 from service.config import ServerConfig
+from service.dispatch import Dispatcher
 from service.errors import (
     CallError,
     DrainingError,
@@ -36,9 +37,10 @@ from service.errors import (
     QueueFullError,
 )
 from service.journal import Journal
+from service.replica import Replica
 from service.request import GenerateRequest, Limits
 from service.sequence_text import SequenceText
-from service.supervisor import STARTING_RETRY_AFTER_S, EngineState, Supervisor
+from service.supervisor import Supervisor
 from service.tokenizer import Tokenizer
 from service.workers import Workers
 
@@ -63,6 +65,7 @@ class Backend:
     admission: Admission
     journal: Journal
     supervisor: Supervisor
+    dispatcher: Dispatcher
     prompt_workers: Workers
     """For the prompts of Generate and Complete, so that a long one stalls nobody's tokens."""
     tool_workers: Workers
@@ -74,10 +77,16 @@ class Backend:
     eos_token_ids: tuple[int, ...] = ()
     """Of the tokenizer's, those that the model has."""
 
+    def is_replayed(self, request: GenerateRequest) -> bool:
+        """Whether the request's stream goes on after its engine's death."""
+        if request.resume_on_engine_death is not None:
+            return request.resume_on_engine_death
+        return self.config.on_engine_death == "replay"
+
     def served(self) -> tuple[Tokenizer, Limits]:
         """What calls need besides an engine. Raises EngineStartingError."""
         if self.tokenizer is None or self.limits is None:
-            raise EngineStartingError(STARTING_RETRY_AFTER_S)
+            raise EngineStartingError(self.supervisor.expected_serving_s())
         return self.tokenizer, self.limits
 
 
@@ -206,7 +215,9 @@ class InferenceServicer:
                 yield only
                 return
             account.submitted_s = backend.clock()
-            with backend.supervisor.generate(call.submit) as stream:
+            with backend.dispatcher.open(
+                call.submit, label=account.label, is_replayed=backend.is_replayed(request)
+            ) as stream:
                 is_over = False
                 while not is_over:
                     outputs = await stream.next()
@@ -411,7 +422,7 @@ class InfoServicer:
         ready = backend.supervisor.ready
         tokenizer, limits = backend.served()
         if ready is None:
-            raise EngineStartingError(STARTING_RETRY_AFTER_S)
+            raise EngineStartingError(backend.supervisor.expected_serving_s())
         defaults = tokenizer.sampling_defaults
         return info_pb2.GetModelInfoResponse(
             model=backend.config.served_model_name,
@@ -437,7 +448,7 @@ class InfoServicer:
                 min_p=defaults.min_p,
                 repetition_penalty=defaults.repetition_penalty,
             ),
-            capabilities=info_pb2.Capabilities(chat=tokenizer.has_chat_template),
+            capabilities=info_pb2.Capabilities(chat=tokenizer.has_chat_template, resume_on_engine_death=True),
             dtype=ready.dtype,
         )
 
@@ -448,40 +459,38 @@ class InfoServicer:
         response = info_pb2.GetServerInfoResponse(version=VERSION)
         response.start_time.FromMilliseconds(int(self.start_time_s * 1000))
         response.uptime.FromMilliseconds(int((time.monotonic() - self.start_monotonic_s) * 1000))
-        response.engines.append(self._engine_info())
+        response.engines.extend(_engine_info(replica) for replica in self.backend.supervisor.replicas)
         return response
-
-    def _engine_info(self) -> info_pb2.EngineInfo:
-        supervisor = self.backend.supervisor
-        is_alive = supervisor.state in (EngineState.STARTING, EngineState.READY, EngineState.STOPPING)
-        engine = info_pb2.EngineInfo(
-            state=supervisor.state.value,  # type: ignore[arg-type] # the numbers are the same
-            pid=supervisor.process.pid if supervisor.process is not None and is_alive else 0,
-        )
-        ready = supervisor.ready
-        if ready is not None:
-            engine.device = ready.device
-            engine.attention_backend = ready.attention_backend
-            engine.attention_backend_note = NEVER_RUN_NOTES.get(ready.attention_backend, "")
-            engine.block_size = ready.block_size
-            engine.num_kv_blocks = ready.num_kv_blocks
-            engine.startup.FromMilliseconds(int(ready.startup_s * 1000))
-        return engine
 
     async def GetLoad(  # noqa: N802 - the protocol's name
         self, _message: info_pb2.GetLoadRequest, _context: _Context
     ) -> info_pb2.GetLoadResponse:
         """As of the last step; those that are still being tokenized wait, too."""
         backend = self.backend
-        stats = backend.supervisor.client.stats
-        if backend.supervisor.state is not EngineState.READY:
-            stats = EngineStats()
-        num_before_engine = backend.admission.num_live - len(backend.journal)
+        stats = [replica.stats for replica in backend.supervisor.replicas]
+        num_before_engine = backend.admission.num_live - len(backend.journal) + backend.dispatcher.num_waiting
         return info_pb2.GetLoadResponse(
-            running=stats.num_running,
-            waiting=stats.num_waiting + num_before_engine,
-            waiting_tokens=stats.num_waiting_tokens,
-            kv_blocks_used=stats.num_used_kv_blocks,
-            kv_blocks_total=stats.num_kv_blocks,
-            preemptions_total=stats.num_preemptions_total,
+            running=sum(one.num_running for one in stats),
+            waiting=sum(one.num_waiting for one in stats) + num_before_engine,
+            waiting_tokens=sum(one.num_waiting_tokens for one in stats),
+            kv_blocks_used=sum(one.num_used_kv_blocks for one in stats),
+            kv_blocks_total=sum(one.num_kv_blocks for one in stats),
+            preemptions_total=sum(one.num_preemptions_total for one in stats),
         )
+
+
+def _engine_info(replica: Replica) -> info_pb2.EngineInfo:
+    info = info_pb2.EngineInfo(
+        index=replica.index,
+        state=replica.state.value,  # type: ignore[arg-type] # the numbers are the same
+        pid=replica.pid,
+    )
+    ready = replica.ready
+    if ready is not None:
+        info.device = ready.device
+        info.attention_backend = ready.attention_backend
+        info.attention_backend_note = NEVER_RUN_NOTES.get(ready.attention_backend, "")
+        info.block_size = ready.block_size
+        info.num_kv_blocks = ready.num_kv_blocks
+        info.startup.FromMilliseconds(int(ready.startup_s * 1000))
+    return info

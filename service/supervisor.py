@@ -1,91 +1,62 @@
-"""The life of the engine: started, watched, found dead, buried with one record.
+"""Keeps the engines: starts them, starts them again, and knows when to give up.
 
-What lives here: the states and their one table, the four ways a death is found, and the order of what follows. What
-must not: gRPC, text, the socket's details (`engine_client.py`), the process's (`engine_process.py`).
+What lives here: which engine fills which replica's place, when the next one is started, the spare, the end of patience.
+What must not: how a death is found (`engine.py`), what becomes of streams (`dispatch.py`), gRPC.
 
-A death is found by whichever comes first: end of file on the socket, the engine's own report, a reaped exit status, or
-a step past its deadline. At that moment, within one callback of the loop: the state is DEAD, the observer knows (health
-says NOT_SERVING, new calls are told), and every open stream is ended. Then the engine is fenced (SIGKILL, after a
-moment in which it may end by itself, so that its own exit status is not overwritten), reaped, and one record
-`fatal error` is written: the only one, and the only place of a traceback.
+    STARTING ─► READY ⇄ SUSPECT
+        └──────────┴───────┴──► DEAD ─► BACKOFF ─► STARTING …
+                                  └───────┴──────► FAILED         (and STOPPING from anywhere: no death counts any more)
 
-Which streams may have killed it? Those whose request the engine had taken off its socket; the flight recorder counts
-messages, so this is known exactly. Which of these were in the dying step is not known in this version, so all of them
-are told not to retry (pushback −1); a request that the engine never saw is told when to come back.
+**Who is started when.** A death is recorded in one window for the whole server (`restart_policy.py`). While the window
+has room, the place is filled again after a delay that grows with the deaths in it. When it is spent, a place waits
+until deaths leave it, as long as another replica serves or starts; if none does, the server gives up. A replica whose
+very first engine fails to start ends the server at once: what did not work once is not tried again.
+
+**The spare.** Beside the replicas one more process is kept, if any restart is allowed at all: without `--standby` one
+that has done its imports (the longest part of a start), with it one that has loaded all it may hold while others
+serve. It takes the place of the next engine that dies, and another spare is made. Its own death is no engine death.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
-import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from enum import IntEnum
+import random
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from scheduler import logs
 from scheduler.config import EngineConfig
-from scheduler.flight_record import FlightRecord
-from scheduler.messages import EngineFailed, LoadProgress, Phase, Ready, Submit
-from service.engine_client import EngineClient, EngineStream
-from service.engine_process import ENGINE_COMMAND, EngineProcess, signal_name
-from service.errors import DrainingError, EngineDeadError, EngineStartingError
-from service.journal import Journal, JournalEntry
+from scheduler.messages import Ready
+from service.death import Death, Decision
+from service.engine import Engine, EngineSettings
+from service.errors import CallError, DrainingError, EngineDeadError, EngineStartingError
+from service.replica import EngineState, Replica
+from service.restart_policy import DELAY_S_MAX, RestartPolicy
+from service.stream import RequestStream
 
-WATCH_INTERVAL_S = 0.1
-EXIT_GRACE_S = 0.25
-"""How long a dead engine may take to end by itself before it is killed."""
-REAP_TIMEOUT_S = 1.0
-"""From the kill on; the kernel can keep a process in an uninterruptible wait."""
-OUTPUT_TIMEOUT_S = 0.1
-SHUTDOWN_TIMEOUT_S = 1.0
-STARTING_RETRY_AFTER_S = 1.0
 DRAINING_RETRY_AFTER_S = 1.0
 """Another server behind the same name is ready at once; one that is restarted in place is not."""
-STEPS_IN_RECORD_MAX = 4
-LINES_IN_RECORD_MAX = 50
-EXIT_CONFIGURATION_TYPES = ("ConfigurationError", "ModelUnsupportedError")
-FORESEEN_TYPES = ("StartupError", *EXIT_CONFIGURATION_TYPES)
-
-
-class EngineState(IntEnum):
-    """The numbers are those of `emberline.v1.EngineState`."""
-
-    STARTING = 1
-    READY = 2
-    DEAD = 4
-    FAILED = 6
-    STOPPING = 7
-
-
-NEXT_STATES: dict[EngineState, tuple[EngineState, ...]] = {
-    EngineState.STARTING: (EngineState.READY, EngineState.DEAD, EngineState.STOPPING),
-    EngineState.READY: (EngineState.DEAD, EngineState.STOPPING),
-    EngineState.DEAD: (EngineState.FAILED,),
-    EngineState.FAILED: (),
-    EngineState.STOPPING: (),
-}
-"""The table. A dead engine is given up once its record is written: this version starts none again."""
+START_S_UNKNOWN = 5.0
+"""What a start is expected to take before any was measured."""
+ACTIVATION_S = 1.0
+"""What a standby is expected to take."""
+LOAD_TIMEOUT_S_MIN = 60.0
+LOAD_TIMEOUT_STARTS = 10
+"""A stage of a restart's loading may take this many first starts; the first one may have to download."""
+SPARE_DELAY_S = 5.0
+"""After the engines are ready: the first requests should not share the cores with a spare's imports."""
+SPARE_RETRY_S_MIN = 1.0
+SPARE_RETRY_S_MAX = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Death:
-    """One engine's end, as far as it is known at once."""
+class GiveUp:
+    """Why the server ends."""
 
-    death_id: str
-    cause: str
-    was_starting: bool
-    monotonic_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Burial:
-    """What is known of a death once its record is written."""
-
-    death: Death
     root_cause: str
     """One line, for the termination log."""
+    is_first_start: bool
     is_configuration: bool = False
     """The engine refused its configuration while starting."""
 
@@ -93,267 +64,353 @@ class Burial:
 class SupervisorObserver(Protocol):
     """Told within the same callback of the loop; the server is the real one."""
 
-    def on_engine_ready(self, ready: Ready) -> None: ...
+    def on_replica_ready(self, replica: Replica, ready: Ready) -> None: ...
 
-    def on_engine_death(self, death: Death) -> None: ...
+    def on_replica_death(self, replica: Replica, death: Death) -> None: ...
+
+    def on_replica_output(self, replica: Replica, stream: RequestStream, num_tokens: int) -> None: ...
+
+    def on_last_hope_lost(self) -> None:
+        """No engine serves and none will be started."""
 
 
 class Supervisor:
-    """Keeps one engine."""
+    """Keeps `num_replicas` engines."""
 
     def __init__(
         self,
         config: EngineConfig,
-        journal: Journal,
         observer: SupervisorObserver,
+        settings: EngineSettings,
         *,
-        step_deadline_s: float,
-        command: Sequence[str] = ENGINE_COMMAND,
-        clock: Callable[[], float] = time.monotonic,
+        max_restarts: int,
+        device_indices: Sequence[int | None] = (None,),
+        keeps_standby: bool = False,
+        spare_delay_s: float = SPARE_DELAY_S,
     ) -> None:
+        """`device_indices`: one per replica, which GPU is its; None: no choice."""
         self._config = config
         self._observer = observer
-        self._step_deadline_s = step_deadline_s
-        self._command = command
-        self._clock = clock
-        self._report: EngineFailed | None = None
-        self._death: Death | None = None
-        self._num_streams_ended = 0
-        self._watch: asyncio.Task[None] | None = None
-        self._funeral: asyncio.Task[None] | None = None
-        self.client = EngineClient(journal, self)
-        self.process: EngineProcess | None = None
-        self.state = EngineState.STARTING
-        self.ready: Ready | None = None
-        """What the engine said of itself; None until it was ready."""
-        self.burial: asyncio.Future[Burial] = asyncio.get_running_loop().create_future()
-        """Done once a death's record is written."""
+        self._settings = settings
+        self._max_restarts = max_restarts
+        self._keeps_standby = keeps_standby
+        self._clock = settings.clock
+        self._spare_delay_s = spare_delay_s
+        self._policy = RestartPolicy(max_restarts, settings.clock, random.random)
+        self._is_stopping = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._spare: Engine | None = None
+        self._spare_due: asyncio.TimerHandle | None = None
+        self._num_spares_lost = 0
+        self._cold_start_s = START_S_UNKNOWN
+        self._last_death: Death | None = None
+        self._dying: set[Engine] = set()
+        self.replicas = tuple(Replica(index, device_index) for index, device_index in enumerate(device_indices))
+        self.gave_up: asyncio.Future[GiveUp] = asyncio.get_running_loop().create_future()
+        """Done once nothing can be served any more and the last record is written."""
+
+    # What others ask
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether a request sent now would be served."""
+        return not self._is_stopping and any(replica.is_serving for replica in self.replicas)
+
+    @property
+    def can_recover(self) -> bool:
+        """Whether an engine serves or another one will be started."""
+        return any(replica.state is not EngineState.FAILED for replica in self.replicas) and not self._has_given_up
+
+    @property
+    def ready(self) -> Ready | None:
+        """What an engine said of itself, the most recent first; None until one was ready."""
+        readies = [replica.ready for replica in self.replicas if replica.ready is not None]
+        return readies[0] if readies else None
+
+    @property
+    def has_standby(self) -> bool:
+        """Whether a spare has all loaded that it may."""
+        return self._spare is not None and self._spare.is_standing_by
+
+    @property
+    def spare_pid(self) -> int:
+        """Of the spare's process; 0 if there is none."""
+        return 0 if self._spare is None else self._spare.pid
+
+    def refusal(self) -> CallError:
+        """What a call is told while nobody serves. Fresh for each."""
+        retry_after_s = self.expected_serving_s()
+        if self._is_stopping:
+            return DrainingError(DRAINING_RETRY_AFTER_S)
+        if self._last_death is None or any(replica.state is EngineState.STARTING for replica in self.replicas):
+            return EngineStartingError(retry_after_s)
+        return EngineDeadError(self._last_death.death_id, in_step=False, retry_after_s=retry_after_s)
+
+    def expected_serving_s(self) -> float:
+        """Expected time until a request would be served. After giving up it is this process's successor who does."""
+        if self.is_serving:
+            return 0.1
+        now_s = self._clock()
+        load_s = ACTIVATION_S if self.has_standby else self._cold_start_s
+        waits_s = [self._cold_start_s + 1.0]
+        for replica in self.replicas:
+            match replica.state:
+                case EngineState.STARTING:
+                    waits_s.append(max(self._cold_start_s - (now_s - replica.state_since_s), 0.5))
+                case EngineState.BACKOFF if replica.next_start_s is not None:
+                    waits_s.append(max(replica.next_start_s - now_s, 0.0) + load_s)
+                case EngineState.DEAD if not self._has_given_up:
+                    waits_s.append((self._policy.expected_delay_s() or 0.0) + load_s)
+                case _:
+                    pass
+        return min(waits_s)
+
+    # Starting and stopping
 
     async def start(self) -> None:
-        """Start the process and begin to watch it. From the main thread."""
-        self.process = EngineProcess(self._command, self._config)
-        logs.get_logger().info("engine starting", engine=0, pid=self.process.pid, model=self._config.model)
-        await self.client.connect(self.process.connection, self._config)
-        self._watch = asyncio.create_task(self._watch_process(self.process))
-        self._watch.add_done_callback(self._on_watch_done)
-
-    def generate(self, submit: Submit) -> EngineStream:
-        """Give the engine one request.
-
-        Raises:
-            CallError: there is no engine that could take it.
-        """
-        match self.state:
-            case EngineState.READY:
-                return self.client.generate(submit)
-            case EngineState.STARTING:
-                raise EngineStartingError(STARTING_RETRY_AFTER_S)
-            case EngineState.STOPPING:
-                raise DrainingError(DRAINING_RETRY_AFTER_S)
-            case _:
-                raise self.engine_dead_error()
-
-    def engine_dead_error(self) -> EngineDeadError:
-        """For a call that no engine ever had."""
-        assert self._death is not None
-        return EngineDeadError(self._death.death_id, in_step=False, retry_after_s=self._expected_restart_s())
+        """Start all engines and begin to watch them. From the main thread. Raises OSError."""
+        for replica in self.replicas:
+            replica.state_since_s = self._clock()
+            await self._fill(replica)
 
     async def stop(self) -> None:
-        """End the engine on purpose: by a message if it listens, else by SIGKILL. It is reaped on return."""
-        if self.process is None:
-            return
-        if self._funeral is not None:
-            await asyncio.wait({self._funeral})  # its failure is told where it is observed
-        else:
-            is_listening = self.state is EngineState.READY
-            if self.state is not EngineState.STOPPING:
-                self._move_to(EngineState.STOPPING)  # before anything is torn down, or this would look like a death
-            if is_listening:
-                self.client.shutdown()
-                await self.process.wait(SHUTDOWN_TIMEOUT_S)
-            self.process.kill()
-            await self.process.wait(REAP_TIMEOUT_S)
-            self.client.close()
-        if self._watch is not None:
-            self._watch.cancel()
-        self.process.close()
+        """End all engines on purpose; they are reaped on return."""
+        self._begin_to_stop()
+        engines = [replica.engine for replica in self.replicas if replica.engine is not None]
+        if self._spare is not None:
+            engines.append(self._spare)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*(engine.stop() for engine in {*engines, *self._dying}))
 
     def kill(self) -> None:
-        """End the engine on purpose and at once."""
-        if self.state in (EngineState.STARTING, EngineState.READY):
-            self._move_to(EngineState.STOPPING)
-        if self.process is not None:
-            self.process.kill()
+        """End all engines on purpose and at once."""
+        self._begin_to_stop()
+        for replica in self.replicas:
+            if replica.engine is not None:
+                replica.engine.kill()
+        if self._spare is not None:
+            self._spare.kill()
 
-    # What the client tells
+    def _begin_to_stop(self) -> None:
+        self._is_stopping = True  # before anything is torn down, or this would look like a death
+        if self._spare_due is not None:
+            self._spare_due.cancel()
+        for replica in self.replicas:
+            if replica.state is not EngineState.STOPPING:
+                replica.move_to(EngineState.STOPPING, self._clock())
 
-    def on_progress(self, progress: LoadProgress) -> None:
-        """Show that loading goes on."""
-        logs.get_logger().info("engine loading", engine=0, stage=progress.stage, elapsed_s=round(progress.elapsed_s, 2))
-
-    def on_ready(self, ready: Ready) -> None:
-        """It serves from now on."""
-        if self.state is EngineState.STARTING:
-            self.ready = ready
-            self._move_to(EngineState.READY)
-            self._observer.on_engine_ready(ready)
-
-    def on_failed(self, report: EngineFailed) -> None:
-        """Its last word; the process exits right after."""
-        self._report = report
-        self._die(f"{report.exception_type} in phase {report.phase.name}")
-
-    def on_lost(self, cause: str) -> None:
-        """The connection is over."""
-        self._die(cause)
-
-    # Death
-
-    def _move_to(self, state: EngineState) -> None:
-        assert state in NEXT_STATES[self.state], f"{self.state.name} → {state.name}"
-        self.state = state
-
-    def _die(self, cause: str, *, kill_now: bool = False) -> None:
-        if self.state not in (EngineState.STARTING, EngineState.READY):
-            return
-        assert self.process is not None
-        was_starting = self.state is EngineState.STARTING
-        self._death = Death(uuid.uuid4().hex, cause, was_starting, self._clock())
-        self._move_to(EngineState.DEAD)
-        if kill_now:
-            self.process.kill()
-        self._observer.on_engine_death(self._death)  # first, whatever the rest does
-        record = self.process.flight.read()
-        self._num_streams_ended = self.client.end_streams(lambda entry: self._error_for(entry, record))
-        self.client.close()
-        self._funeral = asyncio.create_task(self._bury(self._death, self.process))
-        self._funeral.add_done_callback(self._on_funeral_done)
-
-    def _error_for(self, entry: JournalEntry, record: FlightRecord) -> EngineDeadError:
-        assert self._death is not None
-        in_step = entry.has_output or entry.was_received(record.num_messages_received)
-        retry_after_s = None if in_step else self._expected_restart_s()
-        return EngineDeadError(self._death.death_id, in_step=in_step, retry_after_s=retry_after_s)
-
-    def _expected_restart_s(self) -> float:
-        """This process ends; whoever starts the next one waits about as long for it as for this one."""
-        return self.ready.startup_s + 1.0 if self.ready is not None else 5.0
-
-    async def _bury(self, death: Death, process: EngineProcess) -> None:
-        if await process.wait(EXIT_GRACE_S) is None:
-            process.kill()
-            await process.wait(REAP_TIMEOUT_S)
-        await process.wait_output(OUTPUT_TIMEOUT_S)
-        report = self._report
-        kind = report.exception_type.rpartition(".")[2] if report is not None and report.starting else ""
-        if report is not None and kind in FORESEEN_TYPES:
-            root_cause = " ".join(report.message.split())  # considered words; the server says them, in one line
+    async def _fill(self, replica: Replica) -> None:
+        """Put an engine into the replica's place: the spare, if it is there, else a new process."""
+        engine, self._spare = self._spare, None
+        is_new = engine is None or engine.is_dead
+        if engine is None or engine.is_dead:
+            engine = self._new_engine(str(replica.index))
         else:
-            fields = self._record_fields(death, process)
-            root_cause = _root_cause(death, report, process.returncode)
-            logs.get_logger().critical("fatal error", **fields)
-        self._move_to(EngineState.FAILED)
-        self.burial.set_result(Burial(death, root_cause, kind in EXIT_CONFIGURATION_TYPES))
-
-    def _on_funeral_done(self, task: asyncio.Task[None]) -> None:
-        """Whoever waits for the burial must not wait for ever because of a bug in it."""
-        if self.burial.done() or self._death is None:
-            return
-        error = None if task.cancelled() else task.exception()
-        if error is not None:
-            logs.get_logger().error("internal error", **logs.describe(error))
-        if self.process is not None:
-            self.process.kill()
-        if self.state is EngineState.DEAD:
-            self._move_to(EngineState.FAILED)
-        self.burial.set_result(Burial(self._death, self._death.cause))
-
-    def _record_fields(self, death: Death, process: EngineProcess) -> dict[str, Any]:
-        record, report, status = process.flight.read(), self._report, process.returncode
-        fields: dict[str, Any] = {
-            "death_id": death.death_id,
-            "cause": death.cause,
-            "engine": 0,
-            "pid": process.pid,
-            "exit_status": status if status is not None and status >= 0 else None,
-            "signal": signal_name(-status) if status is not None and status < 0 else None,
-            "oom_kills": process.oom_kills(),
-            "starting": death.was_starting,
-            "phase": report.phase.name if report is not None else record.phase.name,
-            "step_id": report.step_id if report is not None else record.step_id,
-            "batch": report.batch if report is not None else record.batch,
-            "recent_steps": [str(step) for step in record.steps[:STEPS_IN_RECORD_MAX]],
-            "num_messages_received": record.num_messages_received,
-            "num_streams_ended": self._num_streams_ended,
-        }
-        if report is not None:
-            fields |= {"exception_type": report.exception_type, "message": report.message}
-            fields["traceback"] = report.traceback
+            engine.rename(str(replica.index))
+        replica.engine = engine
+        if replica.ready is not None:
+            engine.load_timeout_s = max(LOAD_TIMEOUT_S_MIN, LOAD_TIMEOUT_STARTS * self._cold_start_s)
+        if is_new:
+            await engine.start()
+        logs.get_logger().info(
+            "engine starting",
+            engine=engine.name,
+            pid=engine.pid,
+            model=self._config.model,
+            spare="none" if is_new else "imports" if engine.config is None else "standby",
+        )
+        if engine.config is None:
+            engine.configure(replace(self._config, device_index=replica.device_index))
         else:
-            fields["last_lines"] = list(process.last_lines)[-LINES_IN_RECORD_MAX:]
-        return fields
+            engine.activate(replica.device_index)
 
-    # The watch
+    def _new_engine(self, name: str) -> Engine:
+        return Engine(name, self, self._settings)
 
-    async def _watch_process(self, process: EngineProcess) -> None:
-        """Find the deaths that the socket does not tell: an exit that leaves it open, and a step without progress.
+    def _replica_of(self, engine: Engine) -> Replica | None:
+        return next((replica for replica in self.replicas if replica.engine is engine), None)
 
-        Only time that this watch itself has lived through counts against the deadline: after both processes were
-        frozen together (a paused container, a suspended machine), an innocent engine must not be killed.
-        """
-        stall = _StallWatch(self._step_deadline_s)
-        before_s = self._clock()
-        while self.state in (EngineState.STARTING, EngineState.READY):
-            status = await process.wait(WATCH_INTERVAL_S)
-            if status is not None:
-                # Its last words may still be in the socket; end of file follows them at once, if it follows at all.
-                await asyncio.sleep(WATCH_INTERVAL_S)
-                self._die("the engine process ended")
-                return
-            now_s = self._clock()
-            elapsed_s, before_s = min(now_s - before_s, 2 * WATCH_INTERVAL_S), now_s
-            stalled = stall.observe(process.flight.read(), self.client.num_messages_sent, elapsed_s)
-            if stalled is not None:
-                self._die(stalled, kill_now=True)
+    # What engines tell
 
-    def _on_watch_done(self, task: asyncio.Task[None]) -> None:
+    def on_engine_standing_by(self, engine: Engine) -> None:
+        """A spare has loaded all it may."""
+        if engine is self._spare:
+            self._num_spares_lost = 0
+            logs.get_logger().info("standby ready", pid=engine.pid)
+
+    def on_engine_ready(self, engine: Engine, ready: Ready) -> None:
+        """A place is filled again."""
+        replica = self._replica_of(engine)
+        if replica is None or self._is_stopping:
+            return
+        if replica.ready is None:
+            self._cold_start_s = ready.startup_s
+        replica.ready = ready
+        replica.move_to(EngineState.READY, self._clock())
+        logs.get_logger().info("engine ready", engine=engine.name, pid=ready.pid, startup_s=round(ready.startup_s, 2))
+        self._observer.on_replica_ready(replica, ready)
+        self._plan_spare(0.0 if self._keeps_standby else self._spare_delay_s)
+
+    def on_engine_suspect(self, engine: Engine, is_suspect: bool) -> None:
+        """Its step takes long; or no longer."""
+        replica = self._replica_of(engine)
+        if replica is not None and replica.is_serving:
+            replica.move_to(EngineState.SUSPECT if is_suspect else EngineState.READY, self._clock())
+            logs.get_logger().warning("engine suspect" if is_suspect else "engine goes on", engine=engine.name)
+
+    def on_engine_output(self, engine: Engine, stream: RequestStream, num_tokens: int) -> None:
+        """A step has brought a stream something."""
+        replica = self._replica_of(engine)
+        if replica is not None:
+            self._observer.on_replica_output(replica, stream, num_tokens)
+
+    def on_engine_death(self, engine: Engine, death: Death) -> None:
+        """Decide what comes next, then tell; all before anybody waits."""
+        replica = self._replica_of(engine)
+        if replica is None or self._is_stopping:
+            engine.is_spare = True
+            return
+        self._dying.add(engine)
+        self._last_death = death
+        replica.num_deaths += 1
+        replica.move_to(EngineState.DEAD, self._clock())
+        death.decision = self._decide(replica)
+        self._observer.on_replica_death(replica, death)
+        if death.decision.gives_up:
+            self._observer.on_last_hope_lost()
+
+    def on_engine_fenced(self, engine: Engine, death: Death) -> None:
+        """It is gone, and its memory with it."""
+        replica = self._replica_of(engine)
+        if replica is None:
+            self._lose_spare(engine, death)
+            return
+        if self._is_stopping:
+            return
+        replica.engine = None
+        delay_s = death.decision.restart_in_s
+        if delay_s is None:
+            replica.move_to(EngineState.FAILED, self._clock())
+            return
+        replica.next_start_s = self._clock() + delay_s
+        replica.move_to(EngineState.BACKOFF, self._clock())
+        self._spawn(self._restart(replica, delay_s))
+
+    def on_engine_buried(self, engine: Engine, death: Death) -> None:
+        """Its record is written."""
+        self._dying.discard(engine)
+        if death.decision.gives_up and not self.gave_up.done():
+            end = GiveUp(death.root_cause, death.decision.is_first_start, death.is_configuration)
+            self.gave_up.set_result(end)
+
+    # Starting again
+
+    @property
+    def _has_given_up(self) -> bool:
+        return self.gave_up.done() or (self._last_death is not None and self._last_death.decision.gives_up)
+
+    def _decide(self, replica: Replica) -> Decision:
+        """When the next engine is started in this place, if ever."""
+        if replica.ready is None:
+            return Decision(gives_up=True, is_first_start=True)
+        self._policy.record_death()
+        delay_s = self._policy.delay_s()
+        gives_up = False
+        if delay_s is None:
+            others = (other for other in self.replicas if other is not replica)
+            gives_up = not any(other.is_serving or self._is_due(other) for other in others)
+            delay_s = None if gives_up else self._policy.window_frees_in_s()
+        return Decision(
+            restart_in_s=None if delay_s is None else round(delay_s, 3),
+            gives_up=gives_up,
+            num_deaths_in_window=self._policy.num_deaths,
+            num_restarts_max=self._max_restarts,
+        )
+
+    def _is_due(self, replica: Replica) -> bool:
+        """Whether its next engine starts now or soon, not when the window has room again."""
+        if replica.state is EngineState.STARTING:
+            return True
+        return replica.next_start_s is not None and replica.next_start_s - self._clock() <= DELAY_S_MAX
+
+    async def _restart(self, replica: Replica, delay_s: float) -> None:
+        await asyncio.sleep(delay_s)
+        replica.next_start_s = None
+        replica.move_to(EngineState.STARTING, self._clock())
+        try:
+            await self._fill(replica)
+        except OSError as error:
+            self._could_not_fill(replica, error)
+
+    def _could_not_fill(self, replica: Replica, error: OSError) -> None:
+        """The system has no process for us: one more failed start."""
+        engine, replica.engine = replica.engine, None
+        if engine is not None:
+            engine.kill()
+        replica.move_to(EngineState.BACKOFF, self._clock())
+        decision = self._decide(replica)
+        logs.get_logger().error(
+            "engine not started", engine=str(replica.index), reason=error.strerror, restart_in_s=decision.restart_in_s
+        )
+        delay_s = decision.restart_in_s
+        if delay_s is not None:
+            replica.next_start_s = self._clock() + delay_s
+            self._spawn(self._restart(replica, delay_s))
+            return
+        replica.move_to(EngineState.FAILED, self._clock())
+        if decision.gives_up and not self.gave_up.done():
+            self.gave_up.set_result(GiveUp(f"cannot start the engine process: {error.strerror}", is_first_start=False))
+            self._observer.on_last_hope_lost()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_task_done)
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            # An engine that nobody watches must not live on.
             logs.get_logger().error("internal error", **logs.describe(error))
-            self._die("the watch of the engine ended", kill_now=True)
+            if not self.gave_up.done():  # or the place would stay empty without anybody knowing
+                self.gave_up.set_result(GiveUp("the supervisor failed", is_first_start=False))
+                self._observer.on_last_hope_lost()
 
+    # The spare
 
-class _StallWatch:
-    """How long the engine has been in one phase with something to do. Pure: time is handed in."""
+    def _plan_spare(self, delay_s: float) -> None:
+        """Make a spare in a while, unless there is one."""
+        if self._max_restarts == 0 or self._is_stopping or self._spare is not None or self._spare_due is not None:
+            return
+        self._spare_due = asyncio.get_running_loop().call_later(delay_s, self._begin_spare)
 
-    def __init__(self, deadline_s: float) -> None:
-        self._deadline_s = deadline_s
-        self._seen: tuple[Phase, int, int] | None = None
-        self._stalled_s = 0.0
+    def _begin_spare(self) -> None:
+        self._spare_due = None
+        if all(replica.is_serving or replica.state is EngineState.FAILED for replica in self.replicas):
+            self._spawn(self._make_spare())
+        # Else somebody starts, who should not share the cores; a spare is planned again when that one is ready.
 
-    def observe(self, record: FlightRecord, num_messages_sent: int, elapsed_s: float) -> str | None:
-        """What is wrong, if the deadline is passed. `elapsed_s` is since the last observation."""
-        # Nothing is sent before READY, so an engine that is "loading" with messages waiting has stopped right after it.
-        is_waiting = record.phase in (Phase.LOADING, Phase.IDLE)
-        is_deaf = is_waiting and num_messages_sent > record.num_messages_received
-        is_busy = not is_waiting
-        seen = (record.phase, record.since_monotonic_ns, record.step_id)
-        if seen != self._seen or not (is_busy or is_deaf):
-            self._seen = seen
-            self._stalled_s = 0.0
-            return None
-        self._stalled_s += elapsed_s
-        if self._stalled_s <= self._deadline_s:
-            return None
-        if is_deaf:
-            return f"step deadline: the engine has not taken a message for {self._deadline_s:g} s"
-        return f"step deadline: no progress in phase {record.phase.name} for {self._deadline_s:g} s"
+    async def _make_spare(self) -> None:
+        if self._spare is not None or self._is_stopping:
+            return
+        spare = self._spare = self._new_engine("spare")
+        try:
+            await spare.start()
+        except OSError as error:
+            self._spare = None
+            logs.get_logger().warning("spare not started", reason=error.strerror)
+            self._plan_spare(SPARE_RETRY_S_MAX)
+            return
+        if self._keeps_standby:
+            spare.configure(replace(self._config, standby=True))
 
-
-def _root_cause(death: Death, report: EngineFailed | None, status: int | None) -> str:
-    """One line, whatever the exception's message holds."""
-    if report is not None:
-        where = ", ".join(part for part in (f"phase {report.phase.name}", report.batch) if part)
-        return " ".join(f"{report.exception_type}: {report.message} ({where})".split())
-    ending = "not reaped" if status is None else f"exit status {status}" if status >= 0 else signal_name(-status)
-    return f"{death.cause} ({ending})"
+    def _lose_spare(self, spare: Engine, death: Death) -> None:
+        if spare is not self._spare:
+            return
+        self._spare = None
+        if self._is_stopping:
+            return
+        self._num_spares_lost += 1
+        retry_s = min(SPARE_RETRY_S_MIN * 2 ** (self._num_spares_lost - 1), SPARE_RETRY_S_MAX)
+        logs.get_logger().warning("spare lost", cause=death.root_cause, next_in_s=retry_s)
+        self._plan_spare(retry_s)

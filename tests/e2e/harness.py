@@ -90,7 +90,10 @@ class Server:
             name: value
             for name, value in os.environ.items()
             if not name.startswith("EMBERLINE_") or name == "EMBERLINE_CACHE"
-        } | dict(env or {})
+        }
+        # Not in the user's own folder; the test's temporary one may be named by the flag.
+        self._environment |= {"EMBERLINE_CRASH_DIR": str(Path(tempfile.gettempdir(), "emberline-test-crashes"))}
+        self._environment |= dict(env or {})
         self._cwd = cwd
         self._start_timeout_s = start_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
@@ -160,17 +163,23 @@ class Server:
         return str(self.events("serving")[0]["address"])
 
     def engine_pids(self) -> list[int]:
-        """Live engine processes, in order of their start."""
+        """Live engine processes in order of their start, the spare included."""
         return [process.pid for process in self._children() if _is_engine(process)]
 
-    def engine_pid(self, timeout_s: float = 60.0) -> int:
-        """The one engine; waits for it to exist."""
+    def engine_pid(self, index: int = 0, timeout_s: float = 60.0) -> int:
+        """The process that fills a replica's place, as the log tells; waits for it to exist."""
         deadline = time.monotonic() + timeout_s
-        while not (pids := self.engine_pids()):
+        while True:
+            starts = [event for event in self.events("engine starting") if event["engine"] == str(index)]
+            if starts and starts[-1]["pid"] in self.engine_pids():
+                return int(starts[-1]["pid"])
             assert time.monotonic() < deadline, f"no engine after {timeout_s} s\n{self.raw_stderr[-4000:]}"
             time.sleep(0.05)
-        assert len(pids) == 1, f"engines: {pids}"
-        return pids[0]
+
+    def spare_pids(self) -> list[int]:
+        """Live engine processes that fill no place."""
+        placed = {event["pid"] for event in self.events("engine starting")}
+        return [pid for pid in self.engine_pids() if pid not in placed]
 
     def memory_bytes(self) -> int:
         """Resident memory of the process tree."""

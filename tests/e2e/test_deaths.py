@@ -121,7 +121,14 @@ def prompt(number: int) -> str:
 async def _die(kind: Kind, num_streams: int, folder: Path) -> Aftermath:
     fault = FaultFile(folder)
     termination_log = folder / "termination"
-    server = Server(env=fault.env, step_deadline=STEP_DEADLINE_S, termination_log=termination_log, **SMALL)
+    server = Server(
+        env=fault.env,
+        step_deadline=STEP_DEADLINE_S,
+        termination_log=termination_log,
+        max_engine_restarts=0,  # what is restarted is in test_recovery.py
+        crash_dir=folder / "crashes",
+        **SMALL,
+    )
     await asyncio.to_thread(server.__enter__)
     try:
         with (
@@ -315,7 +322,7 @@ def test_an_engine_that_fails_and_lingers(start_server: Callable[..., Server], t
     """
     fault = FaultFile(tmp_path)
     termination_log = tmp_path / "termination"
-    server = start_server(env=fault.env, termination_log=termination_log, **SMALL)
+    server = start_server(env=fault.env, termination_log=termination_log, max_engine_restarts=0, **SMALL)
 
     told: list[Generation] = []
     states: list[str] = []

@@ -166,8 +166,10 @@ def test_the_grace_ends(start_server: Callable[..., Server]) -> None:
 
 
 def test_an_engine_that_dies_in_the_drain(start_server: Callable[..., Server]) -> None:
-    """A death is a death while draining, too: ENGINE_DEAD to the streams, one `fatal error`, exit code 4."""
-    server = start_server(drain_grace=3600, **SMALL)
+    """A death is a death while draining, too: ENGINE_DEAD to the streams, one `fatal error`, and exit code 4 if it was
+    the last one allowed.
+    """
+    server = start_server(drain_grace=3600, max_engine_restarts=0, **SMALL)
 
     async def die() -> list[Generation]:
         with ReflectionClient(server.address) as client:

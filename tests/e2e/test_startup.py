@@ -107,14 +107,9 @@ def test_a_wrong_flag_is_named(refuse: Callable[..., Server], arguments: list[st
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--replicas", "2"],
-        ["--on-engine-death", "replay"],
-        ["--max-engine-restarts", "3"],
-        ["--standby", "1"],
         ["--quantization", "int8"],
         ["--health-port", "0"],
         ["--metrics-port", "0"],
-        ["--crash-dir", "/tmp"],
         ["--tls-cert", "cert.pem"],
         ["--enable-admin"],
     ],

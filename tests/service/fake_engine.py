@@ -1,12 +1,14 @@
 """An engine without a model, for the tests of the front end: a real process, the real codec, made-up tokens.
 
 It answers each request with the ids of `tokens_of` (a function of the prompt alone), one token per step for all
-running requests. A prompt that begins with an id of `Trigger` makes it misbehave the moment the request is taken.
+running requests, or for one alone whose `alone_until` asks for it. A prompt that begins with an id of `Trigger` makes
+it misbehave the moment the request is taken. Like the real one it can stand by.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
 import select
 import signal
@@ -22,6 +24,7 @@ from scheduler.core.stopping import finish_reason_after
 from scheduler.flight_record import FlightWriter, StepShape
 from scheduler.messages import (
     Abort,
+    Activate,
     EngineFailed,
     EngineStats,
     FailureKind,
@@ -32,6 +35,7 @@ from scheduler.messages import (
     RequestFailure,
     SequenceOutput,
     Shutdown,
+    StandingBy,
     StepOutputs,
     Submit,
 )
@@ -95,6 +99,10 @@ class FakeEngine:
         assert isinstance(config, EngineConfig)
         self._connection.sendall(encode(LoadProgress("weights", 0.1)))
         time.sleep(load_s)
+        if config.standby:
+            self._connection.sendall(encode(StandingBy(os.getpid())))
+            (activate,) = self.read(None)
+            assert isinstance(activate, Activate)
         if fail_with:
             name, _, message = fail_with.partition(":")
             failed = EngineFailed(f"scheduler.errors.{name}", message, "Traceback…", Phase.LOADING, 0, "", True)
@@ -129,10 +137,14 @@ class FakeEngine:
             case Shutdown():
                 self._is_over = True
 
-    def misbehave(self, trigger: Trigger, submit: Submit) -> None:
+    def begin_step(self, request_ids: list[int]) -> None:
         self._step_id += 1
-        self._flight.record(StepShape(self._step_id, len(self._running), 3, 1, 0, 3))
+        self._flight.record(StepShape(self._step_id, len(request_ids), 3, 1, 0, 3), request_ids)
         self.enter(Phase.EXECUTE)
+
+    def misbehave(self, trigger: Trigger, submit: Submit) -> None:
+        is_alone = submit.alone_until > len(submit.resume_token_ids)
+        self.begin_step([submit.request_id] if is_alone else list(self._running))
         match trigger:
             case Trigger.EXIT_ZERO:
                 os._exit(0)
@@ -168,7 +180,11 @@ class FakeEngine:
 
     def step(self) -> None:
         outputs = []
-        for request_id, (submit, position) in list(self._running.items()):
+        batch = list(self._running.items())
+        alone = [one for one in batch if one[1][1] < one[1][0].alone_until]
+        batch = alone[:1] or batch
+        self.begin_step([request_id for request_id, _ in batch])
+        for request_id, (submit, position) in batch:
             if submit.resume_token_ids and position == len(submit.resume_token_ids):
                 over = finish_reason_after(
                     submit.resume_token_ids[-1],
@@ -190,7 +206,6 @@ class FakeEngine:
                 del self._running[request_id]
             else:
                 self._running[request_id] = (submit, position + 1)
-        self._step_id += 1
         stats = EngineStats(
             num_running=len(self._running), num_used_kv_blocks=len(self._running), num_kv_blocks=NUM_KV_BLOCKS
         )
@@ -203,13 +218,17 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--socket-fd", type=int, required=True)
     parser.add_argument("--flight-recorder-fd", type=int, required=True)
+    parser.add_argument("--stacks-fd", type=int, required=True)
     parser.add_argument("--load-s", type=float, default=0)
     parser.add_argument("--step-s", type=float, default=0.002)
     parser.add_argument("--fail-with", default="", help="Type:message of a failure to start")
+    parser.add_argument("--fail-if", default="", help="fail so only while this file exists")
     arguments = parser.parse_args()
+    faulthandler.register(signal.SIGUSR1, file=arguments.stacks_fd, all_threads=True)
     connection = socket.socket(fileno=arguments.socket_fd)
     engine = FakeEngine(connection, FlightWriter(arguments.flight_recorder_fd), arguments.step_s)
-    engine.start(arguments.load_s, arguments.fail_with)
+    is_failing = not arguments.fail_if or os.path.exists(arguments.fail_if)  # noqa: PTH110 - a line in a fake
+    engine.start(arguments.load_s, arguments.fail_with if is_failing else "")
     engine.run()
 
 

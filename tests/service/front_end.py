@@ -80,7 +80,8 @@ async def running(
     model: Path, *arguments: str, engine: tuple[str, ...] | None = None, wait: bool = True
 ) -> AsyncIterator[Running]:
     flags = ["serve", "--model", str(model), "--port", "0", "--served-model-name", "tiny"]
-    flags += ["--max-output-tokens", "4000", *arguments]
+    flags += ["--max-output-tokens", "4000", "--max-engine-restarts", "0"]
+    flags += ["--crash-dir", str(model.parent / "crashes"), *arguments]
     config = parse(build_parser().parse_args(flags), {})
     server = Server(config, engine_command=engine or fake_engine())
     task = asyncio.create_task(_run(server))

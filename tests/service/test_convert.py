@@ -302,7 +302,6 @@ def test_a_list_full_of_bad_ids_makes_a_short_answer() -> None:
         ({"guided": {"regex": "a+"}}, "guided"),
         ({"maxQueueTime": "1.5s"}, "max_queue_time"),
         ({"maxTime": "1s"}, "max_time"),
-        ({"resumeOnEngineDeath": True}, "resume_on_engine_death"),
     ],
 )
 def test_what_this_version_does_not_do_is_said(fields: dict[str, Any], option: str) -> None:

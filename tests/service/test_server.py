@@ -34,7 +34,8 @@ async def test_calls_while_starting_are_told_and_retried_by_the_client_library(m
         error = await error_of(run.generate(1))
         assert error.code() is grpc.StatusCode.UNAVAILABLE
         reason, _, pushback = details(error)
-        assert (reason, pushback) == ("ENGINE_STARTING", "1000")
+        assert reason == "ENGINE_STARTING"
+        assert int(pushback or 0) > 0
         assert await run.readiness() == "NOT_SERVING"
         assert await run.readiness("liveness") == "SERVING"
         await until(lambda: run.server._backend.tokenizer is not None)
@@ -79,7 +80,13 @@ async def test_what_the_loop_reports_is_logged_with_its_words(log: CapturedLogs)
     loop = asyncio.get_running_loop()
     _report_loop_error(loop, {"message": "Task was destroyed but it is pending!"})
     _report_loop_error(loop, {"message": "Exception in callback", "exception": KeyError(CANARY)})
-    first, second = log.of("internal error")
+    spurious = {
+        "message": "Exception in callback PollerCompletionQueue._handle_events()",
+        "exception": BlockingIOError(),
+    }
+    _report_loop_error(loop, spurious)  # gRPC's poller woken for nothing: known, and harmless
+    assert [record["level"] for record in log.of("internal error")] == ["error", "error", "debug"]
+    first, second, _ = log.of("internal error")
     assert first["message"] == "Task was destroyed but it is pending!"
     assert (second["message"], second["exception_type"]) == ("Exception in callback", "builtins.KeyError")
     assert CANARY not in log.text
@@ -240,7 +247,7 @@ async def test_a_second_signal_waits_for_no_reader(
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         call = stub.Generate(request(1, max_tokens=4000, request_id="l" * 128))
         await call.read()
-        (stream,) = run.server._supervisor.client._streams.values()
+        (stream,) = run.server._dispatcher._streams.values()
         await until(lambda: len(stream._outputs) >= 100)  # a hundred steps without coming back for more
         run.server.request_stop()
         run.server.request_stop()

@@ -106,7 +106,7 @@ async def test_a_stop_string_lets_go_of_the_engine_before_its_text_is_read(model
             async for delta in deltas:
                 if delta.HasField("finish"):
                     assert len(run.server._journal) == 0
-                    await until(lambda: run.server._supervisor.client.stats.num_running == 0)
+                    await until(lambda: run.server._supervisor.replicas[0].stats.num_running == 0)
                     break
 
 
@@ -206,7 +206,7 @@ async def test_a_client_that_goes_away_while_it_stalls_its_stream_gives_back_its
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         call = stub.Generate(request(1, max_tokens=4000, request_id=label), timeout=HANG_S)
         await call.read()
-        (stream,) = run.server._supervisor.client._streams.values()
+        (stream,) = run.server._dispatcher._streams.values()
         await until(lambda: len(stream._outputs) >= 100)  # a hundred steps without coming back for more
         gc.disable()
         try:

@@ -1,0 +1,234 @@
+"""Which engine runs which stream; and, when one dies, what becomes of each of its streams.
+
+What lives here: the way from a request to an engine, the streams that wait for one, and the sorting after a death. What
+must not: processes (`supervisor.py`), who is to blame (`blame.py` decides that), sockets, gRPC.
+
+After a death, within the same callback of the loop:
+
+| the stream | goes on after a death | does not |
+|---|---|---|
+| was not in the dying step | is sent again at once, where it was | ends UNAVAILABLE, with the time to come back |
+| was in it | is sent again to run alone until it is past that place | ends UNAVAILABLE, never to be retried |
+| was in it because it ran alone | has killed: INTERNAL, POISON_REQUEST, and refused for a while | the same |
+
+"Again" means behind the last token that came: the new engine is told those tokens as resumed ones. A stream waits here
+while no engine serves, and is ended when none will; so is one that got nowhere in `FRUITLESS_DEATHS_MAX` dying steps.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from scheduler import logs
+from scheduler.messages import Submit
+from service.blame import Blame, Suspect
+from service.crash_report import RequestFacts
+from service.death import Aftermath, Death
+from service.errors import CallError, EngineDeadError, PoisonRequestError
+from service.journal import Journal, JournalEntry
+from service.replica import EngineState, Replica
+from service.router import Candidate, Router
+from service.stream import RequestStream
+from service.supervisor import Supervisor
+
+FRUITLESS_DEATHS_MAX = 3
+ATTEMPTS_MAX = 100
+"""However well it goes on each time."""
+LABEL_CHARS_MAX = 64
+
+
+class Dispatcher:
+    """The streams of one server, between admission and the engines."""
+
+    def __init__(self, journal: Journal, supervisor: Supervisor, blame: Blame, router: Router) -> None:
+        self._journal = journal
+        self._supervisor = supervisor
+        self._blame = blame
+        self._router = router
+        self._streams: dict[int, RequestStream] = {}
+        """All that are open, by id."""
+        self._replica_of: dict[int, Replica] = {}
+        self._waiting: dict[int, RequestStream] = {}
+        """Those that no engine has, in order."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Streams that wait for an engine."""
+        return len(self._waiting)
+
+    def open(self, submit: Submit, *, label: str, is_replayed: bool) -> RequestStream:
+        """Give a request to an engine, or let it wait for the next one if that is coming.
+
+        Raises:
+            PoisonRequestError: the same request killed an engine a while ago.
+            CallError: no engine will come.
+        """
+        if self._blame.is_poison(submit):
+            raise PoisonRequestError
+        if not self._supervisor.can_recover:
+            raise self._supervisor.refusal()
+        entry = self._journal.open(submit, label=label, is_replayed=is_replayed)
+        stream = self._streams[submit.request_id] = RequestStream(entry, self)
+        self._waiting[submit.request_id] = stream
+        self._send_waiting()
+        return stream
+
+    def leave(self, stream: RequestStream, *, is_over: bool) -> None:
+        """The reader is gone. Idempotent."""
+        request_id = stream.request_id
+        if self._streams.pop(request_id, None) is None:
+            return
+        self._journal.close(request_id)
+        self._waiting.pop(request_id, None)
+        replica = self._replica_of.pop(request_id, None)
+        entry = stream.entry
+        if replica is not None:
+            if entry.sent is not None and not is_over:
+                self._blame.on_left(entry.sent, entry.num_output_tokens)
+            elif entry.sent is not None:
+                self._blame.cleared(entry.sent)
+            self._router.on_end(request_id)
+            if replica.engine is not None:
+                replica.engine.client.leave(request_id, abort=not is_over)
+
+    def end_all(self, make_error: Callable[[], CallError]) -> int:
+        """End every stream that is not over; returns how many there were."""
+        streams = [stream for stream in self._streams.values() if not stream.is_over]
+        for stream in streams:
+            stream.end(make_error)
+        self._waiting.clear()
+        return len(streams)
+
+    # What the supervisor tells
+
+    def on_replica_ready(self, _replica: Replica) -> None:
+        """Somebody can take those who wait."""
+        self._send_waiting()
+
+    def on_replica_output(self, _replica: Replica, stream: RequestStream, num_tokens: int) -> None:
+        """A step has brought a stream something."""
+        entry = stream.entry
+        self._router.on_output(stream.request_id, num_tokens)
+        if entry.sent is not None and entry.sent.alone_until and entry.is_past_its_place:
+            self._blame.cleared(entry.sent)
+        if entry.is_finished:
+            self._router.on_end(stream.request_id)
+
+    def on_replica_death(self, replica: Replica, death: Death) -> None:
+        """Sort the dead engine's streams; see the table above."""
+        engine = replica.engine
+        assert engine is not None
+        in_step_ids = engine.request_ids_in_step(death.record)
+        streams = engine.client.detach()
+        in_step = [stream for stream in streams if _was_in_step(stream.entry, in_step_ids, death)]
+        others = [stream for stream in streams if stream not in set(in_step)]
+        self._router.on_death(replica.index)
+        for stream in streams:
+            self._replica_of.pop(stream.request_id, None)
+        suspects = [_suspect(stream.entry) for stream in in_step]
+        known_ids = {stream.request_id for stream in in_step}
+        left_ids = tuple((in_step_ids or frozenset()) - known_ids)
+        killer_id = self._blame.on_death(replica.index, suspects, left_ids).killer_id
+        aftermath = death.aftermath
+        aftermath.requests = [_facts(stream.entry) for stream in in_step]
+        aftermath.killer_id = killer_id
+        for stream in in_step:
+            if stream.request_id == killer_id:
+                aftermath.killer_label = stream.entry.label[:LABEL_CHARS_MAX]
+                self._end(stream, PoisonRequestError, aftermath)
+                continue
+            entry = stream.entry
+            entry.num_fruitless_deaths = 0 if entry.has_progressed else entry.num_fruitless_deaths + 1
+            self._go_on_or_end(stream, death, aftermath, in_step=True)
+        for stream in others:
+            self._go_on_or_end(stream, death, aftermath, in_step=False)
+        self._refuse_poison(aftermath)
+        self._send_waiting()
+
+    # The walk of a stream
+
+    def _go_on_or_end(self, stream: RequestStream, death: Death, aftermath: Aftermath, *, in_step: bool) -> None:
+        entry = stream.entry
+        has_attempts = entry.num_fruitless_deaths < FRUITLESS_DEATHS_MAX and entry.num_sent < ATTEMPTS_MAX
+        if entry.is_replayed and has_attempts and self._supervisor.can_recover:
+            self._waiting[stream.request_id] = stream
+            aftermath.num_replayed += 1
+            return
+        retry_after_s = None if in_step else self._supervisor.expected_serving_s()
+        make_error = functools.partial(EngineDeadError, death.death_id, in_step=in_step, retry_after_s=retry_after_s)
+        self._end(stream, make_error, aftermath)
+
+    @staticmethod
+    def _end(stream: RequestStream, make_error: Callable[[], CallError], aftermath: Aftermath) -> None:
+        stream.end(make_error)
+        aftermath.num_ended += 1
+
+    def _refuse_poison(self, aftermath: Aftermath) -> None:
+        """Twins of a killer that have not been sent yet."""
+        for request_id, stream in list(self._waiting.items()):
+            if self._blame.is_poison(stream.entry.submit):
+                del self._waiting[request_id]
+                self._end(stream, PoisonRequestError, aftermath)
+
+    def _send_waiting(self) -> None:
+        """Innocents first: they go on at once, and a suspect's death would cost them another start."""
+        if not self._waiting or not self._supervisor.is_serving:
+            return
+        streams = [(self._alone_until(stream), stream) for stream in self._waiting.values()]
+        for alone_until, stream in sorted(streams, key=lambda pair: pair[0] > 0):
+            self._send(stream, alone_until)
+
+    def _alone_until(self, stream: RequestStream) -> int:
+        return self._blame.alone_until(stream.entry.submit)
+
+    def _send(self, stream: RequestStream, alone_until: int) -> None:
+        """Send one stream to the best engine; it waits on if there is none for it."""
+        trial_engine = self._blame.trial_engine(stream.entry.submit)
+        candidates = [
+            Candidate(replica.index, is_suspect=replica.state is EngineState.SUSPECT)
+            for replica in self._supervisor.replicas
+            if replica.is_serving and trial_engine in (None, replica.index)
+        ]
+        submit = stream.entry.next_attempt(alone_until)
+        index = self._router.choose(candidates, submit)
+        if index is None:
+            return
+        replica = self._supervisor.replicas[index]
+        assert replica.engine is not None
+        del self._waiting[stream.request_id]
+        self._blame.on_sent(submit, index)
+        self._router.on_sent(index, submit)
+        self._replica_of[stream.request_id] = replica
+        replica.engine.send(stream, submit)
+        if stream.entry.num_sent > 1:
+            logs.get_logger().info(
+                "stream goes on",
+                request_id=stream.entry.label,
+                engine=index,
+                attempt=stream.entry.num_sent,
+                num_output_tokens=stream.entry.num_output_tokens,
+                alone=alone_until > 0,
+            )
+
+
+def _was_in_step(entry: JournalEntry, in_step_ids: frozenset[int] | None, death: Death) -> bool:
+    if in_step_ids is None:
+        return entry.was_received(death.record.num_messages_received)
+    return entry.submit.request_id in in_step_ids
+
+
+def _suspect(entry: JournalEntry) -> Suspect:
+    assert entry.sent is not None
+    return Suspect(entry.sent, entry.num_output_tokens)
+
+
+def _facts(entry: JournalEntry) -> RequestFacts:
+    """What a crash report says of a request: numbers and the caller's label."""
+    return RequestFacts(
+        request_id=entry.submit.request_id,
+        label=entry.label[:LABEL_CHARS_MAX],
+        num_prompt_tokens=len(entry.submit.prompt_token_ids),
+        num_output_tokens=entry.num_output_tokens,
+        was_alone=entry.sent is not None and entry.sent.alone_until > entry.num_output_tokens,
+    )

@@ -1,0 +1,125 @@
+"""What becomes of streams when their engine dies: with real processes and made-up tokens, see `fake_engine.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from service.errors import EngineDeadError, PoisonRequestError
+from tests.service.fake_engine import Trigger, tokens_of
+from tests.service.rig import collect, error_of, rig
+from tests.service.support import CapturedLogs, poisoned, submit, until
+
+
+async def test_replayed_streams_go_on_where_they_were(log: CapturedLogs) -> None:
+    """After a death in mid-stream every stream has exactly its tokens, none lost or repeated."""
+    async with rig(flags={"step_s": 0.005}, max_restarts=9) as run:
+        streams = [run.generate(submit(n, n, 2 * n, max_tokens=60), replay=True) for n in range(1, 9)]
+        tasks = [asyncio.create_task(collect(stream)) for stream in streams]
+        await until(lambda: all(stream.entry.num_output_tokens >= 10 for stream in streams))
+        os.kill(run.engine.pid, signal.SIGKILL)
+        assert await asyncio.gather(*tasks) == [tokens_of((n, 2 * n), 60) for n in range(1, 9)]
+        (record,) = log.of("fatal error")
+        assert (record["num_streams_replayed"], record["num_streams_ended"]) == (8, 0)
+        assert len(run.journal) == 0
+
+
+async def test_a_stream_may_ask_for_replay_on_its_own(log: CapturedLogs) -> None:
+    """Of two streams in the dying step the one goes on, the other ends and is not to be retried."""
+    async with rig(flags={"step_s": 0.005}, max_restarts=9) as run:
+        saved = run.generate(submit(1, 3, max_tokens=60), replay=True)
+        lost = run.generate(submit(2, 4, max_tokens=60))
+        await saved.next()
+        await lost.next()
+        os.kill(run.engine.pid, signal.SIGKILL)
+        error = await error_of(lost)
+        assert isinstance(error, EngineDeadError)
+        assert error.in_step
+        assert tokens_of((3,), 60)[-59:] == (await collect(saved))[-59:]
+
+
+async def test_replay_goes_to_another_replica_at_once(log: CapturedLogs) -> None:
+    """With a second engine alive nobody waits for the first one's successor."""
+    async with rig(2, flags={"step_s": 0.005}, max_restarts=0) as run:
+        streams = [run.generate(submit(n, n, max_tokens=100), replay=True) for n in range(1, 9)]
+        tasks = [asyncio.create_task(collect(stream)) for stream in streams]
+        await until(lambda: all(stream.entry.num_output_tokens >= 5 for stream in streams))
+        os.kill(run.engine.pid, signal.SIGKILL)
+        assert await asyncio.gather(*tasks) == [tokens_of((n,), 100) for n in range(1, 9)]
+        assert 0 < run.deaths[0].aftermath.num_replayed < 8
+
+
+async def test_a_death_costs_one_replicas_share(log: CapturedLogs) -> None:
+    """Streams of the other replica do not notice."""
+    async with rig(2, flags={"step_s": 0.005}, max_restarts=9) as run:
+        streams = [run.generate(submit(n, n, max_tokens=100)) for n in range(1, 9)]
+        tasks = [asyncio.create_task(collect(stream)) for stream in streams]
+        await until(lambda: all(stream.entry.num_output_tokens >= 5 for stream in streams))
+        os.kill(run.engine.pid, signal.SIGKILL)
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        dead = [result for result in results if isinstance(result, EngineDeadError)]
+        assert 0 < len(dead) < 8
+        assert all(isinstance(r, EngineDeadError) or r == tokens_of((n,), 100) for n, r in enumerate(results, 1))
+
+
+@pytest.mark.parametrize("replay", [False, True])
+async def test_one_poison_kills_twice_at_most(replay: bool, log: CapturedLogs) -> None:
+    """Resubmitted five times beside an innocent: its first death makes it a suspect, its second, alone, the killer;
+    then it is refused. The innocent on replay loses nothing."""
+    async with rig(flags={"step_s": 0.005}, max_restarts=9) as run:
+        innocent = run.generate(submit(1, 3, max_tokens=800), replay=True)
+        task = asyncio.create_task(collect(innocent))
+        await until(lambda: innocent.entry.num_output_tokens > 3)
+        errors: list[Exception] = []
+        for number in range(2, 7):
+            await run.all_serving()
+            try:
+                errors.append(await error_of(run.generate(poisoned(number, Trigger.SIGKILL), replay=replay)))
+            except PoisonRequestError as error:
+                errors.append(error)
+        assert len(run.deaths) <= 2
+        assert isinstance(errors[-1], PoisonRequestError)
+        assert not any(isinstance(error, EngineDeadError) for error in errors[1:])
+        assert run.deaths[-1].aftermath.killer_id is not None
+        assert await task == tokens_of((3,), 800)
+
+
+async def test_five_of_the_same_poison_at_once(log: CapturedLogs) -> None:
+    """Twins in the same step: one of them is convicted, the others are refused unsent."""
+    async with rig(max_restarts=9) as run:
+        streams = [run.generate(poisoned(number, Trigger.SIGKILL), replay=True) for number in range(1, 6)]
+        errors = await asyncio.gather(*(error_of(stream) for stream in streams))
+        assert all(isinstance(error, PoisonRequestError) for error in errors)
+        assert len(run.deaths) == 2
+
+
+async def test_a_stream_alone_is_no_killer_by_that(log: CapturedLogs) -> None:
+    """The only stream there is goes on after a kill from outside, twice."""
+    async with rig(flags={"step_s": 0.005}, max_restarts=9) as run:
+        stream = run.generate(submit(1, 3, max_tokens=200), replay=True)
+        task = asyncio.create_task(collect(stream))
+        for num_tokens in (5, 60):
+            await until(lambda n=num_tokens: stream.entry.num_output_tokens > n)
+            os.kill(run.engine.pid, signal.SIGKILL)
+            await until(lambda: not run.replica.is_serving)
+            await run.all_serving()
+        assert await task == tokens_of((3,), 200)
+        assert len(run.deaths) == 2
+
+
+async def test_streams_that_wait_are_ended_when_nobody_comes(log: CapturedLogs) -> None:
+    """A replayed stream whose last hope is gone ends with the death."""
+    async with rig(flags={"step_s": 0.005}, max_restarts=1) as run:
+        streams = [run.generate(submit(n, n, max_tokens=4000), replay=True) for n in (1, 2)]
+        tasks = [asyncio.create_task(error_of(stream)) for stream in streams]
+        for num_tokens in (5, 40):
+            await until(lambda n=num_tokens: all(stream.entry.num_output_tokens > n for stream in streams))
+            os.kill(run.engine.pid, signal.SIGKILL)
+            await until(lambda: not run.replica.is_serving)
+            if num_tokens == 5:
+                await run.all_serving()
+        assert all(isinstance(error, EngineDeadError) for error in await asyncio.gather(*tasks))
+        await run.given_up()
