@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from scheduler import logs
 from scheduler.errors import ConfigurationError, StartupError
+from service import autopsy
 from service import config as server_config
 from service.exit import ExitCode, write_termination_log
 
@@ -23,6 +27,8 @@ if TYPE_CHECKING:
     from service.server import Server
 
 LOG_FLUSH_TIMEOUT_S = 0.5
+REPORT_BYTES_MAX = 4 * 1024 * 1024
+"""Far above the largest crash report."""
 CALLERS_FAULTS = {
     "grpc._cython.cygrpc": (
         "Invalid encoding on ",  # a path or metadata that are no UTF-8
@@ -44,7 +50,10 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit code. Once a server has run, does not return: the process ends here."""
-    return _serve(build_parser().parse_args(argv), os.environ)
+    arguments = build_parser().parse_args(argv)
+    if arguments.command == "autopsy":
+        return _autopsy(arguments.file, as_json=arguments.json)
+    return _serve(arguments, os.environ)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -58,7 +67,34 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     server_config.add_flags(serve)
+    examine = commands.add_parser(
+        "autopsy",
+        help="tell what an engine died of, and what to do",
+        description="Shows a crash report (`--crash-dir` has one for each engine death) on one screen.",
+        allow_abbrev=False,
+    )
+    examine.add_argument("file", type=Path, metavar="FILE", help="the report")
+    examine.add_argument("--json", action="store_true", help="the whole report instead, checked and indented")
     return parser
+
+
+def _autopsy(path: Path, *, as_json: bool) -> int:
+    try:
+        with path.open("rb") as file:
+            report = autopsy.parse(file.read(REPORT_BYTES_MAX).decode())
+    except OSError as error:
+        return _refuse(ExitCode.CONFIGURATION, f"{path}: {error.strerror}")
+    except UnicodeDecodeError:
+        return _refuse(ExitCode.CONFIGURATION, f"{path}: it is no crash report: it is no text")
+    except autopsy.NoReportError as error:
+        return _refuse(ExitCode.CONFIGURATION, f"{path}: {error}")
+    if as_json:
+        text = json.dumps(report, indent=2)
+    else:
+        text = autopsy.render(report, shutil.get_terminal_size((autopsy.COLUMNS_MAX, autopsy.LINES_MAX)).columns)
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, "replace").decode(encoding) + "\n")
+    return ExitCode.CLEAN
 
 
 def _serve(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
@@ -106,6 +142,6 @@ def _leave(code: ExitCode, writer: logs.StderrWriter) -> NoReturn:
     os._exit(code)
 
 
-def _refuse(code: ExitCode, error: Exception) -> int:
+def _refuse(code: ExitCode, error: Exception | str) -> int:
     print(f"emberline: error: {error}", file=sys.stderr)  # noqa: T201 - there are no logs yet
     return code

@@ -115,7 +115,7 @@ def test_a_report_has_no_place_for_prompts() -> None:
 
 
 def test_a_report_is_written_for_its_owner_alone(tmp_path: Path) -> None:
-    """A directory made for it is 0700, the file 0600; the name has the time and the death, the content is the report."""
+    """A directory made for it is 0700, the file 0600; the name tells time and death, the content is the report."""
     directory = tmp_path / "state" / "crashes"
     path = write_report(directory, report_of())
     assert path == directory / f"death-20270115T080000Z-{DEATH_ID}.json"
