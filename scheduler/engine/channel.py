@@ -13,6 +13,7 @@ import select
 import socket
 import threading
 import time
+from collections import deque
 
 from scheduler.codec import FrameDecoder, Message, encode
 
@@ -31,9 +32,11 @@ class Channel:
         self._socket = connection
         self._socket.setblocking(False)
         self._decoder = FrameDecoder()
+        self._inbox: deque[Message] = deque()
         self._outbox = bytearray()
         self._lock = threading.Lock()  # only `send_last_words` may come from another thread
         self.num_messages_received = 0
+        """Those that `receive` gave: the front end's count of what it sent to a serving engine is held against it."""
 
     @property
     def is_congested(self) -> bool:
@@ -47,19 +50,25 @@ class Channel:
             FrontEndGoneError: end of file, or a reset connection.
             CodecError: the bytes are no frames of ours.
         """
-        messages: list[Message] = []
-        while True:
-            try:
-                data = self._socket.recv(_RECV_BYTES)
-            except BlockingIOError:
-                break
-            except OSError as error:
-                raise FrontEndGoneError(str(error)) from None
-            if not data:
-                raise FrontEndGoneError("end of file")
-            messages += self._decoder.feed(data)
+        self._read()
+        messages = list(self._inbox)
+        self._inbox.clear()
         self.num_messages_received += len(messages)
         return messages
+
+    def has_message(self) -> bool:
+        """True if `next_message` would not wait. Raises what `receive` does."""
+        self._read()
+        return bool(self._inbox)
+
+    def next_message(self) -> Message:
+        """The next message alone, waited for as long as it takes; what comes with it stays for later calls.
+
+        For the conversation before an engine serves; such messages are not counted. Raises what `receive` does.
+        """
+        while not self.has_message():
+            self.wait()
+        return self._inbox.popleft()
 
     def send(self, message: Message) -> None:
         """Queue `message` and write what the socket takes now; never waits.
@@ -77,6 +86,8 @@ class Channel:
         Raises:
             FrontEndGoneError: the other end is closed.
         """
+        if self._inbox:
+            return
         readable = 0 if self.is_congested else select.POLLIN
         writable = select.POLLOUT if self._outbox else 0
         if self._poll(readable | writable) & ~select.POLLIN:  # room, or a hang-up that the write will tell
@@ -97,6 +108,19 @@ class Channel:
             while self._outbox and (remaining_s := deadline - time.monotonic()) > 0:
                 self._poll(select.POLLOUT, remaining_s)
                 self._flush()
+
+    def _read(self) -> None:
+        """Take whatever has arrived. What came before an end of file is dropped with it: nobody waits for answers."""
+        while True:
+            try:
+                data = self._socket.recv(_RECV_BYTES)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                raise FrontEndGoneError(str(error)) from None
+            if not data:
+                raise FrontEndGoneError("end of file")
+            self._inbox.extend(self._decoder.feed(data))
 
     def _poll(self, events: int, timeout_s: float | None = None) -> int:
         """Wait for one of `events` and return those that came. Not select(): it refuses descriptors above 1023, and

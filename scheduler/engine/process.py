@@ -1,12 +1,18 @@
-"""The engine process: `python -m scheduler.engine.process --socket-fd N --flight-recorder-fd M`.
+"""The engine process: `python -m scheduler.engine.process --socket-fd N --flight-recorder-fd M --stacks-fd L`.
 
 What lives here: the edges of the process (descriptors, signals, limits, the parent's death) and the fatal boundary:
 whatever exception ends the loop, or any helper thread, is reported once as `EngineFailed` and ends the process. The
 front end logs it; here it is not logged, so that a death has one record. Other records go to stderr as JSON lines,
 which the front end takes into its own log.
 
-The life of an engine: read `EngineConfig`, load (telling progress), say `Ready`, then step until `Shutdown` (exit
-status 0) or until the front end is gone.
+The life of an engine: import everything, read `EngineConfig`, load (telling progress), say `Ready`, then step until
+`Shutdown` (exit status 0) or until the front end is gone. The imports take longer than all the rest, so a process that
+is kept without a configuration, as a spare, has them behind it; it has no thread pools, which a configuration sizes,
+and has not touched a GPU. With `EngineConfig.standby` the process loads what it may hold beside a serving engine, says
+`StandingBy`, and finishes when `Activate` comes.
+
+SIGUSR1 makes it write the Python stacks of all its threads to `--stacks-fd`, whatever it is doing: the signal's
+handler is C code that needs neither the GIL nor the main thread's attention.
 """
 
 from __future__ import annotations
@@ -30,13 +36,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
 from scheduler import logs
-from scheduler.codec import Message
 from scheduler.config import EngineConfig
 from scheduler.core.config import SchedulerConfig
 from scheduler.engine.channel import Channel, FrontEndGoneError
 from scheduler.engine.flight_recorder import FlightRecorder
 from scheduler.flight_record import FlightWriter
-from scheduler.messages import EngineFailed, LoadProgress, Phase, Ready
+from scheduler.messages import Activate, EngineFailed, LoadProgress, Phase, Ready, Shutdown, StandingBy
 
 if TYPE_CHECKING:
     from scheduler.engine.engine_core import EngineCore
@@ -45,7 +50,12 @@ MESSAGE_BYTES_MAX = 2048
 TRACEBACK_CHARS_MAX = 16 * 1024
 LAST_WORDS_TIMEOUT_S = 1.0
 LOG_FLUSH_TIMEOUT_S = 0.1
+STACKS_SIGNAL = signal.SIGUSR1
 _PR_SET_PDEATHSIG = 1
+
+
+class _ToldToStopError(Exception):
+    """A Shutdown came before this engine served."""
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -54,9 +64,12 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     parser = argparse.ArgumentParser(prog="scheduler.engine.process")
     parser.add_argument("--socket-fd", type=int, required=True)
     parser.add_argument("--flight-recorder-fd", type=int, required=True)
+    parser.add_argument("--stacks-fd", type=int)
     arguments = parser.parse_args(argv)
 
     _guard_process()
+    if arguments.stacks_fd is not None:
+        faulthandler.register(STACKS_SIGNAL, file=arguments.stacks_fd, all_threads=True)
     channel = Channel(socket.socket(fileno=arguments.socket_fd))
     recorder = FlightRecorder(
         FlightWriter(arguments.flight_recorder_fd), time.monotonic_ns, lambda: channel.num_messages_received
@@ -72,6 +85,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         _run(core, channel, recorder)
     except FrontEndGoneError:
         os._exit(0)
+    except _ToldToStopError:
+        pass
     except BaseException as error:  # noqa: BLE001 - the boundary is for whatever there is, SystemExit included
         boundary.fail(error)
     log_writer.close(LOG_FLUSH_TIMEOUT_S)
@@ -93,18 +108,34 @@ def _guard_process() -> None:
 
 
 def _load(channel: Channel, recorder: FlightRecorder, started_s: float) -> tuple[EngineCore, Ready]:
-    config = _receive_config(channel)
+    """Everything before READY, the waiting for the front end's word included."""
+    begun_s = started_s  # when whoever waits for this engine began to wait
 
     def on_progress(stage: str) -> None:
-        channel.send(LoadProgress(stage, time.monotonic() - started_s))
+        channel.send(LoadProgress(stage, time.monotonic() - begun_s))
 
     on_progress("imports")
     # Only now: torch takes seconds to import, and whatever goes wrong in it must reach the fatal boundary.
     from scheduler.core.scheduler import Scheduler  # noqa: PLC0415 - see above
     from scheduler.engine.engine_core import EngineCore  # noqa: PLC0415 - see above
-    from scheduler.model.startup import load_model_runner  # noqa: PLC0415 - see above
+    from scheduler.model import startup  # noqa: PLC0415 - see above
 
-    runner = load_model_runner(config, on_progress)
+    startup.import_ahead()
+    _settle_objects()
+    is_spare = not channel.has_message()
+    config = _receive_config(channel)
+    if is_spare:
+        begun_s = time.monotonic()
+    prepared = startup.prepare(config, on_progress)
+    _settle_objects()
+    device_index = config.device_index
+    if config.standby:
+        channel.send(StandingBy(os.getpid()))
+        activation = _receive_activation(channel)
+        begun_s = time.monotonic()
+        if activation.device_index is not None:
+            device_index = activation.device_index
+    runner = prepared.activate(device_index, on_progress)
     info = runner.info
     scheduler = Scheduler(
         SchedulerConfig(
@@ -116,22 +147,35 @@ def _load(channel: Channel, recorder: FlightRecorder, started_s: float) -> tuple
         )
     )
     core = EngineCore(scheduler, runner, channel.receive, recorder)
-    gc.collect()
-    gc.freeze()  # the model's objects live as long as the process: no collection needs to walk them again
-    ready = Ready(pid=os.getpid(), startup_s=time.monotonic() - started_s, **dataclasses.asdict(info))
+    gc.freeze()
+    ready = Ready(pid=os.getpid(), startup_s=time.monotonic() - begun_s, **dataclasses.asdict(info))
     return core, ready
 
 
+def _settle_objects() -> None:
+    """What modules and a model consist of lives as long as the process: no later collection needs to walk it again."""
+    gc.collect()
+    gc.freeze()
+
+
 def _receive_config(channel: Channel) -> EngineConfig:
-    messages: list[Message] = []
-    while not messages:
-        channel.wait()
-        messages = channel.receive()
-    config, *others = messages
-    if not isinstance(config, EngineConfig) or others:
-        raise TypeError("an engine's first message is its EngineConfig, and nothing follows before Ready")
-    channel.num_messages_received = 0
-    return config
+    message = channel.next_message()
+    match message:
+        case EngineConfig():
+            return message
+        case Shutdown():
+            raise _ToldToStopError
+    raise TypeError(f"an engine's first message is its EngineConfig, not {type(message).__name__}")
+
+
+def _receive_activation(channel: Channel) -> Activate:
+    message = channel.next_message()
+    match message:
+        case Activate():
+            return message
+        case Shutdown():
+            raise _ToldToStopError
+    raise TypeError(f"a standby is not told {type(message).__name__}")
 
 
 def _run(core: EngineCore, channel: Channel, recorder: FlightRecorder) -> None:

@@ -136,6 +136,13 @@ class InputBatch:
         slot = self._slot_of[seq_id]
         return self._token_ids[slot, : self._state["num_tokens"][slot]].tolist()
 
+    def reset(self) -> None:
+        """Forgets every sequence, whatever half of a plan has been applied."""
+        num_slots = len(self._state)
+        self._slot_of = {}
+        self._controls = [None] * num_slots
+        self._free_slots = list(range(num_slots - 1, -1, -1))
+
     # ------------------------------------------------------------------------------------------ a plan's changes
 
     def apply(self, plan: StepPlan) -> None:

@@ -10,9 +10,16 @@ import numpy as np
 
 from scheduler.model.attention.base import AttentionBackend, Int32Array, Int64Array, LayerCache
 
+NUM_SCRATCH_BLOCKS = 1
+"""In every pool beside those that the scheduler hands out: what `ModelRunner.probe` computes in, so that it disturbs
+nobody."""
+
 
 class PagedKVCache:
-    """Pools of `num_layers` layers with `num_blocks` blocks each; memory is claimed by the constructor, once."""
+    """Pools of `num_layers` layers with `num_blocks` blocks each for sequences, and the scratch block after them.
+
+    Memory is claimed by the constructor, once.
+    """
 
     def __init__(self, backend: AttentionBackend, *, num_layers: int, num_blocks: int) -> None:
         """Raises torch's out-of-memory errors where the device cannot hold the pools."""
@@ -20,7 +27,10 @@ class PagedKVCache:
             raise ValueError(f"a KV pool needs layers and blocks, not {num_layers} and {num_blocks}")
         self.block_size = backend.block_size
         self.num_blocks = num_blocks
-        self.layers: tuple[LayerCache, ...] = tuple(backend.allocate_layer(num_blocks) for _ in range(num_layers))
+        self.scratch_block_id = num_blocks
+        self.layers: tuple[LayerCache, ...] = tuple(
+            backend.allocate_layer(num_blocks + NUM_SCRATCH_BLOCKS) for _ in range(num_layers)
+        )
 
 
 def num_bytes_per_block(backend: AttentionBackend, num_layers: int) -> int:

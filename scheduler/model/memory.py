@@ -6,6 +6,7 @@ Memory is settled before the engine is ready; a number that comes out too small 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 
 from scheduler.config import EngineConfig
 from scheduler.errors import ConfigurationError, StartupError
+from scheduler.model.kv_cache import NUM_SCRATCH_BLOCKS
 
 KV_POOL_CPU_BYTES_MAX = 1 << 30
 """The pool's size on a CPU where no flag asks for more: beyond it compute, not memory, bounds the batch."""
@@ -36,12 +38,13 @@ class PoolRequest:
 
 
 def decide_num_kv_blocks(config: EngineConfig, request: PoolRequest) -> int:
-    """Blocks in the pool: `num_kv_blocks` if set, else `kv_cache_memory_bytes`, else the measured budget.
+    """Blocks for sequences: `num_kv_blocks` if set, else what `kv_cache_memory_bytes`, else the measured budget, holds
+    beside the scratch block.
 
     Raises ConfigurationError if a flag leaves no block, StartupError if the machine does or lacks what they want.
     """
     num_blocks = _wanted_num_kv_blocks(config, request)
-    num_bytes = num_blocks * request.num_bytes_per_block
+    num_bytes = (num_blocks + NUM_SCRATCH_BLOCKS) * request.num_bytes_per_block
     if request.available_bytes is not None and num_bytes > request.available_bytes:
         raise StartupError(
             f"the KV pool of {num_blocks} blocks does not fit into memory: it takes {num_bytes >> 20} MiB, "
@@ -56,14 +59,14 @@ def _wanted_num_kv_blocks(config: EngineConfig, request: PoolRequest) -> int:
             raise ConfigurationError(f"--num-kv-blocks must be at least 1, not {config.num_kv_blocks}")
         return config.num_kv_blocks
     if config.kv_cache_memory_bytes is not None:
-        num_blocks = config.kv_cache_memory_bytes // request.num_bytes_per_block
+        num_blocks = config.kv_cache_memory_bytes // request.num_bytes_per_block - NUM_SCRATCH_BLOCKS
         if num_blocks < 1:
             raise ConfigurationError(
-                f"--kv-cache-memory of {config.kv_cache_memory_bytes} bytes holds no KV block; "
-                f"one takes {request.num_bytes_per_block} bytes"
+                f"--kv-cache-memory of {config.kv_cache_memory_bytes} bytes holds no KV block beside the one kept for "
+                f"checks; one takes {request.num_bytes_per_block} bytes"
             )
     else:
-        num_blocks = request.budget_bytes // request.num_bytes_per_block
+        num_blocks = request.budget_bytes // request.num_bytes_per_block - NUM_SCRATCH_BLOCKS
         if num_blocks < 1:
             raise StartupError(
                 f"not enough memory for a KV pool: {max(request.budget_bytes, 0) >> 20} MiB are left beside weights "
@@ -153,6 +156,7 @@ def measure_peak_bytes(step: Callable[[], object], device: torch.device) -> int:
 
     On a CPU that is resident memory as Linux counts it; elsewhere (no /proc) 0, and the pool's headroom must do.
     """
+    gc.collect()  # garbage that is given back during the step would hide what the step takes
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)

@@ -18,11 +18,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from scheduler.core.output import StepPlan, StepResult
+from scheduler.core.output import NewSequence, StepPlan, StepResult
+from scheduler.messages import SamplingParams, StoppingParams
 from scheduler.model.input_batch import InputBatch, StepInputs
 from scheduler.model.kv_cache import PagedKVCache
 from scheduler.model.paged_attention import PagedAttention
 from scheduler.model.sampler import sample
+
+PROBE_TOKENS_MAX = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,12 @@ class RunnerInfo:
     """Effective: never more than the KV pool holds."""
     max_num_seqs: int
     max_num_batched_tokens: int
+    step_s_per_token: float = 0.0
+    """Duration of the largest step over its tokens, as it was once measured."""
+
+
+class UnhealthyRunnerError(Exception):
+    """A step known to be harmless gave no usable result."""
 
 
 class ModelRunner:
@@ -58,23 +67,66 @@ class ModelRunner:
         self._batch = batch
         self._device = torch.device(info.device)
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Computes one step; `StepPlan` says what it changes and what it computes.
 
         A plan that breaks the protocol is our bug and raises AssertionError or KeyError before anything is computed.
+        After any exception what is known of the sequences may be half of a step's: `reset`, and tell them again.
         """
-        self._batch.apply(plan)
+        return self._execute(self._batch, plan)
+
+    def reset(self) -> None:
+        """Forgets every sequence. The pools keep their contents: what earlier steps computed stays good."""
+        self._batch.reset()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # what a step that ran out of memory left may be in pieces of the wrong size
+
+    def probe(self) -> None:
+        """Runs a step known to be harmless, in the scratch block: does this process still compute at all?
+
+        Raises UnhealthyRunnerError if the result is no number, and whatever the step raises. Sequences are not touched.
+        """
+        num_tokens = min(PROBE_TOKENS_MAX, self._kv_cache.block_size, self.info.max_model_len)
+        batch = InputBatch(
+            max_num_seqs=1,
+            max_model_len=num_tokens,
+            block_size=self._kv_cache.block_size,
+            vocab_size=self.info.vocab_size,
+        )
+        sequence = NewSequence(
+            seq_id=0,
+            index=0,
+            token_ids=[token_id % self.info.vocab_size for token_id in range(num_tokens)],
+            num_prompt_tokens=num_tokens,
+            sampling=SamplingParams(),
+            stopping=StoppingParams(max_tokens=1),
+            block_ids=(self._kv_cache.scratch_block_id,),
+            num_computed_tokens=0,
+        )
+        plan = StepPlan(
+            step_id=0,
+            seq_ids=(0,),
+            num_scheduled_tokens=(num_tokens,),
+            sampled_seq_ids=(0,),
+            num_batched_tokens=num_tokens,
+            new=(sequence,),
+        )
+        if self._execute(batch, plan).non_finite_seq_ids:
+            raise UnhealthyRunnerError("the logits of a step known to be harmless are not finite")
+
+    @torch.inference_mode()
+    def _execute(self, batch: InputBatch, plan: StepPlan) -> StepResult:
+        batch.apply(plan)
         if not plan.seq_ids:
             return StepResult(())
-        inputs = self._batch.build(plan)
+        inputs = batch.build(plan)
         logits = self.compute_logits(inputs)
         if len(inputs.sampled) == 0:
-            self._batch.commit(inputs, ())
+            batch.commit(inputs, ())
             return StepResult(())
         with _single_threaded():
-            sampled = sample(logits, self._batch.sampling_rows(inputs))
-        self._batch.commit(inputs, sampled.token_ids)
+            sampled = sample(logits, batch.sampling_rows(inputs))
+        batch.commit(inputs, sampled.token_ids)
         seq_ids = plan.sampled_seq_ids
         return StepResult(
             sampled_token_ids=sampled.token_ids,
@@ -98,12 +150,15 @@ class ModelRunner:
         packed = torch.from_numpy(np.concatenate([inputs.token_ids, inputs.positions, inputs.sampled_rows]))
         packed = packed.to(self._device)
         num_tokens = len(inputs.token_ids)
-        output = self._model(
-            input_ids=packed[None, :num_tokens],
-            position_ids=packed[None, num_tokens : 2 * num_tokens],
-            logits_to_keep=packed[2 * num_tokens :],
-            use_cache=False,
-        )
+        try:
+            output = self._model(
+                input_ids=packed[None, :num_tokens],
+                position_ids=packed[None, num_tokens : 2 * num_tokens],
+                logits_to_keep=packed[2 * num_tokens :],
+                use_cache=False,
+            )
+        finally:
+            self._attention.end_step()
         return output.logits[0].float()
 
 

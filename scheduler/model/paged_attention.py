@@ -92,6 +92,11 @@ class PagedAttention:
         self._layer_caches = layer_caches
         self._metadata = metadata
 
+    def end_step(self) -> None:
+        """Holds on to nothing: pools are freed by letting go of their runner."""
+        self._layer_caches = ()
+        self._metadata = None
+
     def attend(
         self,
         module: nn.Module,

@@ -5,11 +5,17 @@ not: anything a served step does (`model_runner.py`).
 
 The order: weights; the backend's compilation; the self-check, which compares our logits, computed in chunks beside a
 neighbour from paged memory, with those of the same modules under transformers' own attention; the memory profile,
-which is the largest step really run; the KV pool from what is left; a warm-up of the shapes that serving begins with.
+which is the largest step really run, or what is remembered of it; a warm-up of the shapes that serving begins with; the
+KV pool from what is left; a probe of the whole.
+
+It is cut in two, for a standby waits in the middle. `prepare` does what may be done beside a serving engine: on a CPU
+all but the pool, on a GPU the reading of weights into host memory, for a standby there must hold no device memory.
+`PreparedModel.activate` does the rest. How much memory is free is asked there, at the last moment.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -21,11 +27,11 @@ from scheduler.core.output import NewSequence, StepPlan
 from scheduler.errors import StartupError
 from scheduler.messages import SamplingParams, StoppingParams
 from scheduler.model.attention.base import AttentionBackend
-from scheduler.model.attention.registry import choose_backend
+from scheduler.model.attention.registry import choose_backend, preload_backend
 from scheduler.model.families import unsupported
 from scheduler.model.input_batch import InputBatch
 from scheduler.model.kv_cache import PagedKVCache, num_bytes_per_block
-from scheduler.model.loader import LoadedModel, load_model, use_threads
+from scheduler.model.loader import HostModel, LoadedModel, examine, load_weights, use_threads
 from scheduler.model.memory import (
     PoolRequest,
     available_device_bytes,
@@ -33,6 +39,7 @@ from scheduler.model.memory import (
     measure_peak_bytes,
     pool_budget_bytes,
 )
+from scheduler.model.memory_profile import MemoryProfile, key_of, remembered
 from scheduler.model.model_runner import ModelRunner, RunnerInfo
 from scheduler.model.paged_attention import SERVING, PagedAttention, attach, set_implementation
 from scheduler.model.sampler import LIST_ENTRIES_MAX
@@ -49,30 +56,75 @@ _SELF_CHECK_CHUNKS = ((16, 10), (8, 6))
 """Tokens of two sequences in two steps: chunks, neighbours and pages that begin and end inside a step."""
 
 
+def import_ahead() -> None:
+    """Loads what a start with default flags will need and what does not depend on them, beyond this module's imports.
+
+    Starts no threads of OpenMP and makes no context on a GPU.
+    """
+    preload_backend("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def load_model_runner(engine_config: EngineConfig, on_progress: Callable[[str], None]) -> ModelRunner:
-    """Loads, checks, measures, allocates and warms up; `on_progress` hears the name of each stage as it begins.
+    """Both parts at once: see `prepare` and `PreparedModel.activate`."""
+    return prepare(engine_config, on_progress).activate(engine_config.device_index, on_progress)
+
+
+def prepare(engine_config: EngineConfig, on_progress: Callable[[str], None]) -> PreparedModel:
+    """Loads what may be held while another engine serves; `on_progress` hears the name of each stage as it begins.
 
     Raises ConfigurationError (ModelUnsupportedError among them) or StartupError, each with one clear line.
     """
     num_threads = use_threads(engine_config.num_threads)
     on_progress("weights")
-    loaded = load_model(engine_config)
-    on_progress("compilation")
-    backend = _make_backend(engine_config, loaded, num_threads)
-    backend.warm_up()
-    assembly = _Assembly(engine_config, loaded, backend, PagedAttention(backend, loaded.attention.modules))
-    on_progress("self-check")
-    _self_check(assembly)
-    on_progress("memory profile")
-    num_kv_blocks = _measured_num_kv_blocks(assembly)
-    on_progress("kv pool")
-    try:
-        runner = assembly.runner(num_kv_blocks, loaded.max_model_len)
-    except (RuntimeError, MemoryError):  # torch's out-of-memory errors are RuntimeErrors
-        raise StartupError(f"the KV pool of {num_kv_blocks} blocks does not fit into memory") from None
-    on_progress("warm-up")
-    _warm_up(runner)
-    return runner
+    host_model = load_weights(engine_config)
+    prepared = PreparedModel(engine_config, host_model, num_threads)
+    if host_model.device_type == "cpu":
+        prepared.settle(None, on_progress)
+    return prepared
+
+
+class PreparedModel:
+    """A model that lacks its KV pool, and on a GPU everything else that is on the device."""
+
+    def __init__(self, engine_config: EngineConfig, host_model: HostModel, num_threads: int) -> None:
+        self._config = engine_config
+        self._host_model = host_model
+        self._num_threads = num_threads
+        self._settled: tuple[_Assembly, MemoryProfile] | None = None
+
+    def activate(self, device_index: int | None, on_progress: Callable[[str], None]) -> ModelRunner:
+        """Does what is left: a runner that serves. `device_index`: which GPU, None for the first.
+
+        Raises as `prepare` does.
+        """
+        assembly, profile = self._settled or self.settle(device_index, on_progress)
+        on_progress("kv pool")
+        num_kv_blocks = _num_kv_blocks(assembly, profile.step_peak_bytes)
+        try:
+            runner = assembly.runner(num_kv_blocks, assembly.loaded.max_model_len, profile.step_s_per_token)
+        except (RuntimeError, MemoryError):  # torch's out-of-memory errors are RuntimeErrors
+            raise StartupError(f"the KV pool of {num_kv_blocks} blocks does not fit into memory") from None
+        runner.probe()
+        return runner
+
+    def settle(self, device_index: int | None, on_progress: Callable[[str], None]) -> tuple[_Assembly, MemoryProfile]:
+        """Everything on the model's device but the pool."""
+        loaded = examine(self._host_model, device_index)
+        on_progress("compilation")
+        backend = _make_backend(self._config, loaded, self._num_threads)
+        backend.warm_up()
+        assembly = _Assembly(self._config, loaded, backend, PagedAttention(backend, loaded.attention.modules))
+        on_progress("self-check")
+        _self_check(assembly)
+        on_progress("memory profile")
+        lengths = _largest_step(self._config, loaded.max_model_len)
+        scratch = assembly.runner(sum(-(-length // backend.block_size) for length in lengths), loaded.max_model_len)
+        profile = remembered(key_of(self._config, loaded, backend), lambda: _measured_profile(scratch, lengths, loaded))
+        on_progress("warm-up")
+        scratch.reset()
+        _warm_up(scratch)
+        self._settled = assembly, profile
+        return self._settled
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +136,7 @@ class _Assembly:
     backend: AttentionBackend
     attention: PagedAttention
 
-    def runner(self, num_kv_blocks: int, max_model_len: int) -> ModelRunner:
+    def runner(self, num_kv_blocks: int, max_model_len: int, step_s_per_token: float = 0.0) -> ModelRunner:
         """A runner with a pool and a batch of its own; weights and attention are shared."""
         loaded, backend = self.loaded, self.backend
         max_model_len = min(max_model_len, num_kv_blocks * backend.block_size)
@@ -112,6 +164,7 @@ class _Assembly:
                 max_model_len=max_model_len,
                 max_num_seqs=self.config.max_num_seqs,
                 max_num_batched_tokens=self.config.max_num_batched_tokens,
+                step_s_per_token=step_s_per_token,
             ),
         )
 
@@ -205,10 +258,9 @@ def _chunked_logits(
 # --------------------------------------------------------------------------------------------------- memory profile
 
 
-def _measured_num_kv_blocks(assembly: _Assembly) -> int:
-    """Runs the largest step over a scratch pool, then lets `memory.py` decide."""
+def _num_kv_blocks(assembly: _Assembly, step_peak_bytes: int) -> int:
+    """Asks how much memory there is, and lets `memory.py` decide."""
     config, loaded, backend = assembly.config, assembly.loaded, assembly.backend
-    step_peak_bytes = _step_peak_bytes(assembly)
     blocks_per_seq_max = -(-loaded.max_model_len // backend.block_size)
     request = PoolRequest(
         num_bytes_per_block=num_bytes_per_block(backend, len(loaded.attention.modules)),
@@ -219,22 +271,30 @@ def _measured_num_kv_blocks(assembly: _Assembly) -> int:
     return decide_num_kv_blocks(config, request)
 
 
-def _step_peak_bytes(assembly: _Assembly) -> int:
-    """Memory that the largest step takes; its scratch pool is gone when this returns.
+def _measured_profile(scratch: ModelRunner, lengths: Sequence[int], loaded: LoadedModel) -> MemoryProfile:
+    """Runs the largest step, over sequences of these `lengths`, in a runner whose pool holds them.
 
     Every sequence asks for what takes most memory. Lists over the whole vocabulary are given to as many as keeps the
     start short, and counted for the others.
     """
-    loaded, block_size = assembly.loaded, assembly.backend.block_size
-    lengths = _largest_step(assembly.config, loaded.max_model_len)
-    runner = assembly.runner(sum(-(-length // block_size) for length in lengths), loaded.max_model_len)
     listed = max(1, LIST_ENTRIES_MAX // loaded.vocab_size)
     dearest = _dearest_sampling(loaded.vocab_size)
     unlisted = replace(dearest, logit_bias=(), allowed_token_ids=())
-    plan = _prefill_plan(lengths, block_size, lambda seq: dearest if seq < listed else unlisted)
-    peak_bytes = measure_peak_bytes(lambda: runner.execute(plan), loaded.device)
+    plan = _prefill_plan(lengths, scratch.info.block_size, lambda seq: dearest if seq < listed else unlisted)
+    duration_s = 0.0
+
+    def step() -> None:
+        nonlocal duration_s
+        begun_s = time.perf_counter()
+        scratch.execute(plan)
+        duration_s = time.perf_counter() - begun_s
+
+    peak_bytes = measure_peak_bytes(step, loaded.device)
     num_unlisted = max(0, len(lengths) - listed)
-    return peak_bytes + num_unlisted * loaded.vocab_size * LIST_ENTRY_BYTES[loaded.device.type]
+    return MemoryProfile(
+        step_peak_bytes=peak_bytes + num_unlisted * loaded.vocab_size * LIST_ENTRY_BYTES[loaded.device.type],
+        step_s_per_token=duration_s / plan.num_batched_tokens,
+    )
 
 
 def _dearest_sampling(vocab_size: int) -> SamplingParams:

@@ -12,7 +12,7 @@ import pytest
 
 from scheduler.codec import FrameDecoder, Message, encode
 from scheduler.engine.channel import OUTBOX_BYTES_MAX, Channel, FrontEndGoneError
-from scheduler.messages import Abort, LoadProgress, Shutdown
+from scheduler.messages import Abort, Activate, LoadProgress, Shutdown
 
 Pair = tuple[Channel, socket.socket]
 
@@ -33,6 +33,25 @@ def test_receive_returns_what_is_there_and_never_waits(pair: Pair) -> None:
     front_end.sendall(encode(Abort((1,))) + encode(Shutdown()))
     assert channel.receive() == [Abort((1,)), Shutdown()]
     assert channel.num_messages_received == 2
+
+
+def test_messages_can_be_taken_one_by_one_and_none_is_lost(pair: Pair) -> None:
+    """`next_message` waits for one and leaves what came with it to later calls; only `receive` counts."""
+    channel, front_end = pair
+    assert not channel.has_message()
+    front_end.sendall(encode(Activate(1)) + encode(Abort((1,))) + encode(Shutdown()))
+    assert channel.has_message()
+    assert channel.next_message() == Activate(1)
+    channel.wait()  # what is kept here is not lost on whoever waits for the socket
+    front_end.sendall(encode(Abort((2,))))
+    assert channel.next_message() == Abort((1,))
+    assert channel.num_messages_received == 0
+    assert channel.receive() == [Shutdown(), Abort((2,))]
+    assert channel.num_messages_received == 2
+    later = threading.Timer(0.01, lambda: front_end.sendall(encode(Shutdown())))
+    later.start()
+    assert channel.next_message() == Shutdown()
+    later.join()
 
 
 def test_a_front_end_that_does_not_read_pauses_the_engine_and_loses_nothing(pair: Pair) -> None:

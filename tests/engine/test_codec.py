@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.codec import MAX_FRAME_BYTES, CodecError, FrameDecoder, Message, encode
+from scheduler.codec import _TYPES, MAX_FRAME_BYTES, CodecError, FrameDecoder, Message, encode
 from scheduler.config import EngineConfig
 from scheduler.messages import (
     Abort,
+    Activate,
     EngineFailed,
     EngineStats,
     FailureKind,
@@ -25,6 +26,7 @@ from scheduler.messages import (
     SamplingParams,
     SequenceOutput,
     Shutdown,
+    StandingBy,
     StepOutputs,
     StoppingParams,
     Submit,
@@ -32,7 +34,7 @@ from scheduler.messages import (
 )
 
 MESSAGES: list[Message] = [
-    EngineConfig(model="some/dir", num_threads=2),
+    EngineConfig(model="some/dir", num_threads=2, device_index=1, standby=True),
     Submit(
         request_id=7,
         prompt_token_ids=tuple(range(5000)),
@@ -43,22 +45,31 @@ MESSAGES: list[Message] = [
         resume_token_ids=(1, 2, 3),
         priority=-100,
         cache_salt="salz",
+        alone_until=4,
     ),
     Abort((1, 2, 3)),
     Shutdown(),
+    Activate(),
+    Activate(device_index=3),
+    StandingBy(1234),
     LoadProgress("weights", 1.25),
-    Ready(1, "llama", 10, 20, "float32", "cpu", "cpu", 16, 100, 2048, 64, 512, 3.5),
+    Ready(1, "llama", 10, 20, "float32", "cpu", "cpu", 16, 100, 2048, 64, 512, 3.5, 0.002),
     StepOutputs(
         step_id=9,
         outputs=(
             SequenceOutput(7, 0, (11,), (TokenLogprobs(-0.5, 1, (11, 12), (-0.5, -2.0)),), None, 16),
             SequenceOutput(8, 0, (2,), None, FinishReason.EOS),
         ),
-        failures=(RequestFailure(9, FailureKind.NON_FINITE),),
+        failures=(RequestFailure(9, FailureKind.NON_FINITE), RequestFailure(10, FailureKind.INTERNAL, "i-1")),
         stats=EngineStats(num_running=2, num_kv_blocks=100),
     ),
     EngineFailed("builtins.ValueError", "no", "Traceback …", Phase.EXECUTE, 3, "num_seqs=1", starting=False),
 ]
+
+
+def test_every_type_of_message_is_among_those_tried() -> None:
+    """A message that is added to the table is added here."""
+    assert {type(message) for message in MESSAGES} == set(_TYPES)
 
 
 @given(st.data())

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from scheduler.model import memory_profile
 from tests.model import tiny
+
+
+@pytest.fixture(autouse=True)
+def profiles_directory(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Each test measures for itself, and leaves nothing in the user's cache."""
+    directory = tmp_path_factory.mktemp("profiles")
+    monkeypatch.setattr(memory_profile, "_directory", lambda: directory)
+    return directory
 
 
 @pytest.fixture(scope="session")

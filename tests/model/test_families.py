@@ -36,7 +36,7 @@ from scheduler.config import EngineConfig
 from scheduler.errors import ConfigurationError, ModelUnsupportedError
 from scheduler.model import families, probe
 from scheduler.model.families import effective_max_model_len, refuse_unsupported
-from scheduler.model.loader import load_model
+from scheduler.model.loader import examine, load_weights
 from scheduler.model.probe import _masks_reason
 from tests.model.tiny import VOCAB_SIZE, Driver, assert_exact, load, random_ids, save_model
 
@@ -90,7 +90,7 @@ def test_a_configuration_is_enough_to_refuse(family: str, tmp_path: Path) -> Non
     config, reason = REFUSED_BY_CONFIGURATION[family]
     config.save_pretrained(tmp_path)  # no weights beside it
     with pytest.raises(ModelUnsupportedError, match=f"model family {family} is not supported") as caught:
-        load_model(EngineConfig(model=str(tmp_path)))
+        examine(load_weights(EngineConfig(model=str(tmp_path))), None)
     assert reason in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -101,7 +101,7 @@ def test_a_probe_refuses_what_no_rule_foresees(family: str, tmp_path: Path) -> N
     config, reason = REFUSED_BY_PROBE[family]
     directory = save_model(config, tmp_path)
     with pytest.raises(ModelUnsupportedError, match=f"model family {family} is not supported") as caught:
-        load_model(EngineConfig(model=directory, max_model_len=64))
+        examine(load_weights(EngineConfig(model=directory, max_model_len=64)), None)
     assert reason in str(caught.value)
 
 
@@ -126,7 +126,7 @@ def test_the_probe_alone_would_have_refused(
         config.sliding_window = 256
     directory = save_model(config, tmp_path)
     with pytest.raises(ModelUnsupportedError, match=reason):
-        load_model(EngineConfig(model=directory, max_model_len=200))
+        examine(load_weights(EngineConfig(model=directory, max_model_len=200)), None)
 
 
 def test_a_window_that_only_the_mask_knows_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,8 +135,8 @@ def test_a_window_that_only_the_mask_knows_is_seen(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(probe, "_options_reason", lambda *_: None)
     directory = save_model(MISTRAL, tmp_path)
     with pytest.raises(ModelUnsupportedError, match="mask is not the causal one"):
-        load_model(EngineConfig(model=directory))
-    load_model(EngineConfig(model=directory, max_model_len=100))
+        examine(load_weights(EngineConfig(model=directory)), None)
+    examine(load_weights(EngineConfig(model=directory, max_model_len=100)), None)
 
 
 @pytest.mark.parametrize("family", NEVER_SEEN)

@@ -8,7 +8,7 @@ import torch
 
 from scheduler.model.attention.cpu import CpuBackend
 from scheduler.model.attention.reference import ReferenceBackend
-from scheduler.model.kv_cache import PagedKVCache, num_bytes_per_block, slot_mapping
+from scheduler.model.kv_cache import NUM_SCRATCH_BLOCKS, PagedKVCache, num_bytes_per_block, slot_mapping
 
 
 @pytest.mark.parametrize("backend_class", [CpuBackend, ReferenceBackend])
@@ -17,14 +17,14 @@ from scheduler.model.kv_cache import PagedKVCache, num_bytes_per_block, slot_map
 def test_bytes_are_counted_as_allocated(
     backend_class: type[CpuBackend | ReferenceBackend], dtype: torch.dtype, head_dim: int
 ) -> None:
-    """`num_bytes_per_block` is what the tensors of all layers take, padding included; a pool sized by it fits."""
+    """`num_bytes_per_block` is what the tensors of all layers take, padding and the scratch block included."""
     backend = backend_class(
         num_heads=4, num_kv_heads=2, head_dim=head_dim, dtype=dtype, device=torch.device("cpu"), block_size=16
     )
     cache = PagedKVCache(backend, num_layers=3, num_blocks=5)
     taken = sum(tensor.nbytes for layer in cache.layers for tensor in layer)
     assert len(cache.layers) == 3
-    assert taken == 5 * num_bytes_per_block(backend, num_layers=3)
+    assert taken == (5 + NUM_SCRATCH_BLOCKS) * num_bytes_per_block(backend, num_layers=3)
     assert not any(bool(tensor.any()) for layer in cache.layers for tensor in layer)
 
 

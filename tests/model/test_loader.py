@@ -13,22 +13,33 @@ import torch
 from scheduler.config import DTYPES, EngineConfig
 from scheduler.errors import ConfigurationError, EmberlineError, StartupError
 from scheduler.model.attention.flash import FlashBackend
-from scheduler.model.loader import load_model, resolve_device, resolve_dtype
+from scheduler.model.loader import (
+    LoadedModel,
+    examine,
+    load_weights,
+    resolve_device,
+    resolve_device_type,
+    resolve_dtype,
+)
 from tests.model.tiny import SUPPORTED, VOCAB_SIZE
 
 ModelDir = Callable[[str], str]
 
 
+def load(directory: Path | str, **flags: object) -> LoadedModel:
+    return examine(load_weights(EngineConfig(model=str(directory), **flags)), None)  # type: ignore[arg-type]
+
+
 def refusal(directory: Path | str, **flags: object) -> EmberlineError:
     with pytest.raises(EmberlineError) as caught:
-        load_model(EngineConfig(model=str(directory), **flags))  # type: ignore[arg-type]
+        load(directory, **flags)
     assert "\n" not in str(caught.value)
     return caught.value
 
 
 def test_a_loaded_model_is_described(model_dir: ModelDir) -> None:
     """Type, sizes and limits are those of the files."""
-    loaded = load_model(EngineConfig(model=model_dir("llama"), max_model_len=99))
+    loaded = load(model_dir("llama"), max_model_len=99)
     assert (loaded.model_type, loaded.vocab_size, loaded.max_model_len) == ("llama", VOCAB_SIZE, 99)
     assert loaded.num_parameters == sum(p.numel() for p in loaded.model.parameters()) > 60_000
     shape = loaded.attention
@@ -88,25 +99,63 @@ def test_an_unknown_architecture_is_a_configuration_error(tmp_path: Path) -> Non
     assert "from_the_future" in str(error)
 
 
-def test_every_device_and_dtype_that_a_flag_may_name_is_known() -> None:
+def test_every_device_and_dtype_that_a_flag_may_name_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """`auto` is float32 on a CPU, and a device that is not there is a configuration error."""
-    gpu = torch.device("cuda")
-    assert {resolve_dtype(name, gpu, None) for name in DTYPES} == {torch.float32, torch.bfloat16, torch.float16}
-    cpu = torch.device("cpu")
-    assert resolve_dtype("auto", cpu, torch.bfloat16) == torch.float32
-    assert resolve_dtype("bfloat16", cpu, None) == torch.bfloat16
-    assert resolve_device("cpu") == cpu
-    if not torch.cuda.is_available():
-        assert resolve_device("auto") == cpu
-        with pytest.raises(ConfigurationError, match="no GPU"):
-            resolve_device("cuda")
+    assert {resolve_dtype(name, "cuda", None) for name in DTYPES} == {torch.float32, torch.bfloat16, torch.float16}
+    assert resolve_dtype("auto", "cpu", torch.bfloat16) == torch.float32
+    assert resolve_dtype("bfloat16", "cpu", None) == torch.bfloat16
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert resolve_device_type("auto") == resolve_device_type("cpu") == "cpu"
+    with pytest.raises(ConfigurationError, match="no GPU"):
+        resolve_device_type("cuda")
+
+
+def test_an_index_chooses_among_several_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None is the first; one that is not there is a configuration error; on a CPU the index means nothing."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert resolve_device_type("auto") == "cuda"
+    assert [str(resolve_device("cuda", index)) for index in (None, 0, 1)] == ["cuda:0", "cuda:0", "cuda:1"]
+    with pytest.raises(ConfigurationError, match="GPU 2 was asked for, but torch finds 2"):
+        resolve_device("cuda", 2)
+    assert resolve_device("cpu", 1) == torch.device("cpu")
+
+
+def file_mapping_of(address: int) -> str:
+    """The flags and the file of the memory mapping that holds `address`."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, flags, _, _, _, *path = line.split(maxsplit=5)
+        start, end = (int(bound, 16) for bound in span.split("-"))
+        if start <= address < end:
+            return f"{flags} {path[0] if path else ''}"
+    raise AssertionError(f"nothing is mapped at {address:#x}")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_weights_of_the_served_dtype_stay_on_the_mapped_file(model_dir: ModelDir, family: str) -> None:
+    """Every parameter is a view on the file, mapped privately: engines share its pages, none can write it. Tied weights
+    are one. Another dtype is a copy.
+    """
+    weights = str(Path(model_dir(family), "model.safetensors").resolve())
+    model = load(model_dir(family)).model
+    found = {name: file_mapping_of(parameter.data_ptr()) for name, parameter in model.named_parameters()}
+    assert found == dict.fromkeys(found, f"rw-p {weights}")
+    tied = model.get_output_embeddings().weight.data_ptr() == model.get_input_embeddings().weight.data_ptr()
+    assert tied == (family == "qwen2")
+
+    before = Path(weights).read_bytes()
+    for parameter in model.parameters():
+        parameter.data.fill_(7.0)
+    assert Path(weights).read_bytes() == before
+
+    copied = next(load(model_dir(family), dtype="bfloat16").model.parameters())
+    assert weights not in file_mapping_of(copied.data_ptr())
 
 
 def test_any_checkpoint_can_start_on_a_gpu_with_default_flags() -> None:
     """`auto` on a GPU keeps a 16-bit checkpoint as it is, and makes of any other one that the flash backend accepts."""
-    gpu = torch.device("cuda")
     for own in (torch.float32, torch.float64, torch.bfloat16, torch.float16, None):
-        dtype = resolve_dtype("auto", gpu, own)
+        dtype = resolve_dtype("auto", "cuda", own)
         assert FlashBackend._unsupported_shape(dtype, head_dim=64, block_size=None) is None
         assert own not in (torch.float16, torch.bfloat16) or dtype == own
-    assert resolve_dtype("float32", gpu, torch.float32) == torch.float32
+    assert resolve_dtype("float32", "cuda", torch.float32) == torch.float32

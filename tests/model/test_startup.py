@@ -12,7 +12,7 @@ from scheduler.core.output import StepPlan
 from scheduler.errors import ConfigurationError, ModelUnsupportedError, StartupError
 from scheduler.model import startup
 from scheduler.model.attention.reference import ReferenceBackend
-from scheduler.model.kv_cache import num_bytes_per_block
+from scheduler.model.kv_cache import NUM_SCRATCH_BLOCKS, num_bytes_per_block
 from scheduler.model.model_runner import ModelRunner
 from tests.model.tiny import VOCAB_SIZE, Driver, load, random_ids
 
@@ -34,7 +34,7 @@ def test_every_stage_is_announced_as_it_begins(model_dir: ModelDir) -> None:
     stages: list[str] = []
     config = EngineConfig(model=model_dir("llama"), num_threads=1, num_kv_blocks=4, attention_backend="reference")
     startup.load_model_runner(config, stages.append)
-    assert stages == ["weights", "compilation", "self-check", "memory profile", "kv pool", "warm-up"]
+    assert stages == ["weights", "compilation", "self-check", "memory profile", "warm-up", "kv pool"]
 
 
 def test_the_context_is_never_more_than_the_pool_holds(model_dir: ModelDir) -> None:
@@ -57,11 +57,13 @@ def test_the_smallest_limits_start(model_dir: ModelDir, flags: dict[str, int]) -
 
 
 def test_the_pool_follows_its_flags(model_dir: ModelDir) -> None:
-    """--kv-cache-memory is spent to the block; the measured default holds every seat's longest context, if it can."""
+    """--kv-cache-memory is spent to the block, the one for checks included; the measured default holds every seat's
+    longest context, if it can.
+    """
     directory = model_dir("llama")
     runner = load(directory, num_kv_blocks=None, kv_cache_memory_bytes=1_000_000)
     num_bytes = num_bytes_per_block(runner._attention.backend, 2)
-    assert runner.info.num_kv_blocks == 1_000_000 // num_bytes
+    assert runner.info.num_kv_blocks == 1_000_000 // num_bytes - NUM_SCRATCH_BLOCKS
     runner = load(directory, num_kv_blocks=None)
     assert runner.info.num_kv_blocks == 8 * 256 // 16
 
@@ -107,7 +109,7 @@ def test_the_measured_step_asks_for_all_there_is(model_dir: ModelDir, monkeypatc
     monkeypatch.setattr(startup, "LIST_ENTRIES_MAX", 3 * VOCAB_SIZE)
     execute, budget = ModelRunner.execute, startup.pool_budget_bytes
     monkeypatch.setattr(ModelRunner, "execute", lambda self, plan: plans.append(plan) or execute(self, plan))
-    monkeypatch.setattr(startup, "measure_peak_bytes", lambda step, _: step() and 1000)
+    monkeypatch.setattr(startup, "measure_peak_bytes", lambda step, _: (step(), 1000)[1])
     monkeypatch.setattr(startup, "pool_budget_bytes", lambda *rest: peaks.append(rest[-1]) or budget(*rest))
     load(model_dir("llama"))
     sampling = [new.sampling for new in plans[0].new]

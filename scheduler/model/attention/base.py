@@ -103,6 +103,11 @@ class AttentionBackend(ABC):
     ) -> str | None:
         """None if the backend can run here with these values, else why not, in one line."""
 
+    @classmethod
+    def preload(cls) -> None:
+        """Loads what needs neither a model nor a device nor threads: a process kept in reserve has it behind it."""
+        return
+
     @property
     def num_bytes_per_block(self) -> int:
         """Bytes that one block takes in one layer, keys and values together."""

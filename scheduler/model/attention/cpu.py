@@ -21,11 +21,9 @@ import ctypes
 import hashlib
 import logging
 import math
-import os
 import platform
 import shutil
 import struct
-import tempfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -36,6 +34,7 @@ import numpy as np
 import torch
 from llvmlite.binding import get_host_cpu_features
 
+from scheduler.model import disk_cache
 from scheduler.model.attention import cpu_kernel, simd
 from scheduler.model.attention.base import (
     AttentionBackend,
@@ -133,6 +132,11 @@ class CpuBackend(AttentionBackend):
         if block_size is not None and (block_size < simd.LANES or block_size % simd.LANES != 0):
             return f"needs a block size that is a multiple of {simd.LANES}, not {block_size}"
         return None
+
+    @classmethod
+    def preload(cls) -> None:
+        """The kernels of float32, which is what `auto` means on a CPU."""
+        compiled_kernels(torch.float32)
 
     @property
     def num_bytes_per_block(self) -> int:
@@ -295,8 +299,9 @@ def _zeros_in_large_pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.T
     numpy asks Linux for huge pages (madvise) where an array is large; torch's allocator does not.
     """
     array = np.empty(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
-    array.fill(0)
-    return torch.from_numpy(array).view(dtype).view(shape)
+    # torch's zeroing uses all threads. In a virtual machine whose host backs memory only when it is touched (9 µs a
+    # page, on this first use only) that halves a start's longest stage.
+    return torch.from_numpy(array).zero_().view(dtype).view(shape)
 
 
 def _converts_half_precision() -> bool:
@@ -334,11 +339,4 @@ def _build(kind: Any, directory: Path | None) -> Kernels:
 def _cache_directory() -> Path | None:
     """A writable folder for this version of the kernels, or None."""
     sources = b"".join(Path(module.__file__).read_bytes() for module in (simd, cpu_kernel) if module.__file__)
-    try:
-        root = Path(os.environ.get("EMBERLINE_CACHE") or Path.home() / ".cache" / "emberline")
-        directory = root / "numba" / hashlib.sha256(sources).hexdigest()[:16]
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
-            return directory
-    except (OSError, RuntimeError):
-        return None
+    return disk_cache.writable_directory("numba", hashlib.sha256(sources).hexdigest()[:16])

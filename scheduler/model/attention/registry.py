@@ -6,6 +6,7 @@ missing where the other is in use.
 
 from __future__ import annotations
 
+import contextlib
 from importlib import import_module
 
 import torch
@@ -20,6 +21,7 @@ BACKENDS = {
 }
 
 AUTO = "auto"
+AUTO_BACKENDS = {"cuda": "flash", "cpu": "cpu"}
 
 
 def choose_backend(
@@ -31,7 +33,7 @@ def choose_backend(
     what can, and why the others cannot.
     """
     if name == AUTO:
-        name = "flash" if device.type == "cuda" else "cpu"
+        name = AUTO_BACKENDS[device.type]
     if name not in BACKENDS:
         known = ", ".join([AUTO, *BACKENDS])
         raise ConfigurationError(f"no attention backend is named {name!r}; there are {known}")
@@ -44,6 +46,13 @@ def choose_backend(
             _, why_not = _load(other, device, dtype, head_dim, block_size)
             others.append(f"{other} is usable" if why_not is None else f"{other} {why_not}")
     raise ConfigurationError(f"attention backend {name} {reason}; {'; '.join(others)}")
+
+
+def preload_backend(device_type: str) -> None:
+    """Imports and preloads what `auto` means on this type of device, if it can be."""
+    module_name, class_name = BACKENDS[AUTO_BACKENDS[device_type]].split(":")
+    with contextlib.suppress(ImportError):  # whoever chooses it will be told why
+        getattr(import_module(module_name), class_name).preload()
 
 
 def _load(
