@@ -1,4 +1,4 @@
-"""A seeded world around the scheduler: arrivals, impatient callers, poison, and a clock that steps advance.
+"""A seeded world around the scheduler: arrivals, impatient callers, poison, failed steps, a clock that steps advance.
 
 Everything that happens is drawn from one seed, so a run can be told again by its seed alone; `Report.trace_sha256`
 covers every plan and every output. The runner checks the KV contents at each step (`tests/fakes.py`), the driver the
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from scheduler.core.scheduler import RequestNeverFitsError
 from scheduler.messages import FailureKind, Submit
@@ -45,6 +45,7 @@ class Report:
     num_aborted: int
     num_failed: int
     num_steps: int
+    num_failed_steps: int
     num_preemptions: int
     num_tokens_computed: int
     num_tokens_useful: int
@@ -58,8 +59,12 @@ class Report:
 
 
 class Simulation:
-    def __init__(self, seed: int, *, num_requests: int = 60, load: float = 1.0) -> None:
-        """`load` scales the rate of arrivals; 1.0 is a little more than the pool can serve without preemption."""
+    def __init__(self, seed: int, *, num_requests: int = 60, load: float = 1.0, fault_rate: float = 0.0) -> None:
+        """`load` scales the rate of arrivals; 1.0 is a little more than the pool can serve without preemption.
+
+        `fault_rate` is the share of steps that fail. Where any do, a tenth of the requests must begin alone, some
+        failed steps are followed by a confinement to half of what was in them, and some by smaller steps.
+        """
         self.seed = seed
         rng = random.Random(seed)
         block_size = rng.choice([2, 4, 8])
@@ -75,6 +80,11 @@ class Simulation:
         self.driver = Driver(config, vocab_size=VOCAB_SIZE, poison_token_id=POISON_ID)
         self.clock = FakeClock()
         self.callers = _draw_callers(rng, num_requests, load)
+        self._fault_rate = fault_rate
+        self._faults = random.Random(rng.getrandbits(64))
+        if fault_rate:
+            self.callers = [_draw_alone(self._faults, caller) for caller in self.callers]
+        self._num_failed_steps = 0
         self._first_token_s: dict[int, float] = {}
         self._num_refused = 0
         self._trace = hashlib.sha256()
@@ -105,12 +115,40 @@ class Simulation:
             while given_up and given_up[0].arrival_s + given_up[0].patience_s <= self.clock():
                 self.driver.abort(given_up.pop(0).submit.request_id)
 
-        plan = self.driver.step(while_in_flight)
-        self._trace.update(repr((plan, self.driver.scheduler.stats())).encode())
+        if self._faults.random() < self._fault_rate:
+            self._fail_step()
+        else:
+            self.driver.step(while_in_flight)
+        self._lift_confinement()
+        self._trace.update(repr((self.driver.plans[-1], self.driver.scheduler.stats())).encode())
         for request_id, answer in self.driver.answers.items():
             self._trace.update(repr((request_id, answer.token_ids, answer.end, answer.is_aborted)).encode())
             if answer.token_ids:
                 self._first_token_s.setdefault(request_id, self.clock())
+
+    def _fail_step(self) -> None:
+        self._num_failed_steps += 1
+        in_step = self.driver.fail_step()
+        self.clock.advance(_STEP_S)
+        scheduler = self.driver.scheduler
+        match self._faults.randrange(3):
+            case 0 if self.driver.confined_to is None:
+                self.driver.confine(in_step[: (len(in_step) + 1) // 2])
+            case 1:
+                num_seqs = max(1, scheduler.max_num_seqs // 2)
+                scheduler.limit(
+                    max_num_seqs=num_seqs, max_num_batched_tokens=max(num_seqs, scheduler.max_num_batched_tokens // 2)
+                )
+
+    def _lift_confinement(self) -> None:
+        """At random, and when nobody else could run; so with the limits."""
+        scheduler = self.driver.scheduler
+        if self.driver.confined_to is not None and (not scheduler.has_work or self._faults.random() < 0.2):
+            self.driver.unconfine()
+        if scheduler.is_limited and self._faults.random() < 0.2:
+            scheduler.limit(
+                max_num_seqs=2 * scheduler.max_num_seqs, max_num_batched_tokens=2 * scheduler.max_num_batched_tokens
+            )
 
     def _report(self) -> Report:
         answers = self.driver.answers
@@ -128,6 +166,7 @@ class Simulation:
             num_aborted=sum(answer.is_aborted for answer in answers.values()),
             num_failed=sum(isinstance(answer.end, FailureKind) for answer in answers.values()),
             num_steps=len(self.driver.plans),
+            num_failed_steps=self._num_failed_steps,
             num_preemptions=stats.num_preemptions_total,
             num_tokens_computed=self.driver.runner.num_tokens_computed_total,
             num_tokens_useful=stats.num_prompt_tokens_total
@@ -166,3 +205,9 @@ def _draw_callers(rng: random.Random, num_requests: int, load: float) -> list[Ca
         patience_s = rng.uniform(0.0, 1.0) if rng.random() < 0.15 else 1e9
         callers.append(Caller(submit, arrival_s, patience_s))
     return callers
+
+
+def _draw_alone(rng: random.Random, caller: Caller) -> Caller:
+    if rng.random() >= 0.1:
+        return caller
+    return replace(caller, submit=replace(caller.submit, alone_until=rng.choice([1, 2, 10])))

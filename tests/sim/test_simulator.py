@@ -7,8 +7,8 @@ from tests.sim.simulator import Report, Simulation
 SEEDS = range(20)
 
 
-def run(seed: int, *, load: float = 1.0) -> Report:
-    return Simulation(seed, load=load).run()
+def run(seed: int, *, load: float = 1.0, fault_rate: float = 0.0) -> Report:
+    return Simulation(seed, load=load, fault_rate=fault_rate).run()
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -19,9 +19,17 @@ def test_everyone_gets_an_answer(seed: int) -> None:
     assert report.num_steps > 0
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("fault_rate", [0.02, 0.1])
+def test_everyone_gets_an_answer_though_steps_fail(seed: int, fault_rate: float) -> None:
+    """Whatever share of the steps fails, is confined or made small, every request ends as it would have alone."""
+    assert run(seed, fault_rate=fault_rate).num_failed_steps > 0
+
+
 def test_same_seed_same_trace() -> None:
     """The same seed twice gives the same plans, outputs and times; another seed gives others."""
     assert run(1) == run(1)
+    assert run(1, fault_rate=0.1) == run(1, fault_rate=0.1)
     assert run(1).trace_sha256 != run(2).trace_sha256
 
 
