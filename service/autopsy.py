@@ -28,6 +28,7 @@ SCHEMA = 1
 
 _FRAME = re.compile(r'^\s*File "(.+)", line (\d+),? in (.+)$')
 _OUR_ENTRY = "scheduler/engine/process.py"
+_CURRENT = "Current thread 0x"
 _MEMORY_ERRORS = ("MemoryError", "OutOfMemoryError")
 
 
@@ -307,28 +308,39 @@ def _evidence(report: Mapping[str, Any], death: Death, room: int) -> list[str]:
     """What tells most of the process's own words, with a heading; nothing, if there is nothing or no room for it."""
     stacks, traceback = _text(report, "stacks"), _text(report, "exception", "traceback")
     lines = [line for line in _list(report, "last_lines") if isinstance(line, str) and line.strip()]
-    fatal = max((number for number, line in enumerate(lines) if line.startswith("Fatal Python error")), default=None)
+    fatal = _fatal_error(lines)
     if death is Death.HANG and stacks:
-        heading, shown = "PYTHON STACK (innermost first)", _engine_thread(stacks)[: room - 1]
+        heading, shown = "PYTHON STACK (innermost first)", _thread(stacks.splitlines(), _OUR_ENTRY)[: room - 1]
     elif traceback:
         heading, shown = "TRACEBACK (its end)", [line for line in traceback.splitlines() if line.strip()][1 - room :]
-    elif fatal is not None:
-        heading, shown = "ITS LAST WORDS (innermost frame first)", lines[fatal:][: room - 1]
+    elif fatal:
+        heading, shown = "ITS LAST WORDS (innermost frame first)", fatal[: room - 1]
     else:
         heading, shown = "ITS LAST LINES ON STDERR", lines[1 - room :]
     return [heading, *(f"  {_frame(line)}" for line in shown)] if shown and room > 1 else []
 
 
-def _engine_thread(stacks: str) -> list[str]:
-    """Of all threads' stacks the one of the engine's loop, else the first."""
+def _fatal_error(lines: list[str]) -> list[str]:
+    """What faulthandler wrote at a fatal signal, of all threads the one that had it."""
+    titles = [line for line in lines if line.startswith("Fatal Python error")]
+    if not titles and not any(line.startswith(_CURRENT) for line in lines):
+        return []
+    return [*titles[-1:], *_thread(lines, _CURRENT)]
+
+
+def _thread(lines: Iterable[str], mark: str) -> list[str]:
+    """Of several threads' stacks the one with `mark` in it, else the first."""
     threads: list[list[str]] = []
-    for line in stacks.splitlines():
-        if line.startswith(("Thread ", "Current thread ")) or not threads:
+    is_within = False
+    for line in lines:
+        is_head = line.startswith(("Thread 0x", _CURRENT))
+        if is_head:
             threads.append([])
-        if line.strip():
+        is_within = is_head or (is_within and line.startswith("  "))
+        if is_within:
             threads[-1].append(line)
-    ours = [thread for thread in threads if any(_OUR_ENTRY in line for line in thread)]
-    return next(iter(ours or threads), [])
+    marked = [thread for thread in threads if any(mark in line for line in thread)]
+    return next(iter(marked or threads), [])
 
 
 def _frame(line: str) -> str:

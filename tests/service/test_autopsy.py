@@ -51,8 +51,11 @@ RuntimeError: the root cause
 SEGFAULT = (
     "a line before",
     "Fatal Python error: Segmentation fault",
+    "Thread 0x00007f0298c4b6c0 (most recent call first):",
+    '  File "/usr/lib/python3.11/threading.py", line 327 in wait',
     "Current thread 0x00007f0000000000 (most recent call first):",
     '  File "/opt/app/scheduler/model/attention/cpu.py", line 31 in forward',
+    "Extension modules: numpy._core._multiarray_umath (total: 1)",
 )
 
 
@@ -211,6 +214,30 @@ def test_of_a_hang_the_engines_own_thread_is_shown() -> None:
     screen = render(report_of(**CASES["hang"][1]))
     assert "threading.py" not in screen
     assert screen.index("linear.py:125") < screen.index("model_runner.py:77") < screen.index("process.py:68")
+
+
+@pytest.mark.parametrize("lines", [SEGFAULT, SEGFAULT[2:]])
+def test_of_a_fatal_signal_the_thread_that_had_it_is_shown(lines: tuple[str, ...]) -> None:
+    """Also where the last lines that were kept begin after the title."""
+    screen = render(report_of(end=EndFacts("x", signal="SIGSEGV", last_lines=lines)))
+    assert "attention/cpu.py:31 forward" in screen
+    assert "threading.py" not in screen
+    assert "Extension modules" not in screen
+
+
+def test_what_faulthandler_really_writes_is_understood() -> None:
+    """A real segmentation fault beside a waiting thread: the frames of the fault are on the screen, and no others."""
+    code = (
+        "import ctypes, faulthandler, resource, threading; resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); "
+        "faulthandler.enable(); threading.Thread(target=threading.Event().wait, daemon=True).start(); "
+        "ctypes.string_at(0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    lines = [line for line in done.stderr.splitlines() if line]
+    screen = render(report_of(end=EndFacts("x", signal="SIGSEGV", last_lines=lines)))
+    assert "Fatal Python error: Segmentation fault" in screen
+    assert " string_at\n" in screen
+    assert "threading.py" not in screen
 
 
 def test_however_much_there_is_the_advice_is_on_the_screen() -> None:

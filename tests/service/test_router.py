@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -135,30 +133,37 @@ def test_a_death_clears_what_is_known_of_a_replica() -> None:
     assert router.choose(BOTH, submit(4, runs(2))) == 1
 
 
-def test_the_memory_is_bounded_and_forgets_the_oldest_tails_first() -> None:
-    """A prompt longer than all of it keeps its beginning; a prefix in use stays."""
-    router = Router(2, num_runs_max=4)
-    router.on_sent(0, submit(1, runs(*range(10))))
-    assert len(router._replicas[0].runs) == 4
-    router.on_sent(0, submit(2, runs(0, 1)))
-    router.on_sent(0, submit(3, runs(50, 51)))
-    assert len(router._replicas[0].runs) == 4
-    for request_id in (1, 2, 3):
-        router.on_end(request_id)
-
-    def matched(request: Submit) -> int:
-        """How much load the prefix outweighs."""
-        router.on_sent(0, load := submit(10**6, (3,), max_tokens=1))
-        count = 0
-        while router.choose(BOTH, request) == 0:
-            router.on_end(load.request_id)
-            count += 1
-            router.on_sent(0, load := dataclasses.replace(load, stopping=StoppingParams(2 * RUN_TOKENS * count)))
+def num_matched_runs(router: Router, request: Submit) -> int:
+    """How many runs of it replica 0 is thought to have, by the load that they outweigh. Replica 1 is idle."""
+    for count in range(1, 100):
+        load = submit(10**6, (3,), max_tokens=2 * RUN_TOKENS * count - 2)  # with its prompt one less than `count` runs
+        router.on_sent(0, load)
+        chosen = router.choose(BOTH, request)
         router.on_end(load.request_id)
-        return count
+        if chosen == 1:
+            return count - 1
+    raise AssertionError
 
-    assert matched(submit(4, runs(0, 1, 2))) == 2
-    assert matched(submit(5, runs(50, 51))) == 2
+
+def test_the_memory_is_bounded_and_forgets_the_ends_of_prompts_first() -> None:
+    """What is left of a prefix is its beginning, also of one that is longer than the whole memory."""
+    router = Router(2, num_runs_max=4)
+    for request_id, prompt in enumerate((runs(*range(10)), runs(50, 51)), 1):
+        router.on_sent(0, submit(request_id, prompt))
+        router.on_end(request_id)
+        assert len(router._replicas[0].runs) == 4
+    assert num_matched_runs(router, submit(3, runs(*range(10)))) == 2
+    assert num_matched_runs(router, submit(3, runs(50, 51))) == 2
+
+
+def test_the_memory_keeps_what_is_in_use() -> None:
+    """The prefix not sent for the longest goes first."""
+    router = Router(2, num_runs_max=4)
+    for request_id, prompt in enumerate((runs(1, 2), runs(10, 11), runs(1, 2), runs(20, 21)), 1):
+        router.on_sent(0, submit(request_id, prompt))
+        router.on_end(request_id)
+    matched = [num_matched_runs(router, submit(9, runs(first, first + 1))) for first in (1, 10, 20)]
+    assert matched == [2, 0, 2]
 
 
 def test_with_one_replica_no_prompt_is_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
