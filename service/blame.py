@@ -7,9 +7,10 @@ a salt of this process.
 The law. Everything in a dying step is a *suspect*, not more: one of them was the cause, or none (somebody sent a
 signal). A suspect's fingerprint is remembered with its *place*, the output count it must get past; whoever comes with
 that fingerprint again, replayed or resubmitted, is sent with `alone_until` = place, so that its steps hold nothing
-else until then. If it gets past, it is *cleared*. If it dies there, alone because of the suspicion, it is the *killer*:
-a fingerprint refused for a while. A request that merely happened to be the only one in a dying step is a suspect like
-any other, and one that was in many dying steps beside others stays one.
+else until then. (A fingerprint's place is that of its copy which was furthest; a copy that was in the step itself, and
+is replayed, has only its own to get past.) If it gets past, it is *cleared*. If it dies there, alone because of the
+suspicion, it is the *killer*: a fingerprint refused for a while. A request that merely happened to be the only one in
+a dying step is a suspect like any other, and one that was in many dying steps beside others stays one.
 
 So a poison has two deaths: one that makes it a suspect, one that proves it. For this to hold
 
@@ -155,6 +156,7 @@ class Blame:
         self._suspect_ttl_s = suspect_ttl_s
         self._records: _Memory[bytes, _Record] = _Memory(clock, capacity)
         self._poisons: _Memory[bytes, bool] = _Memory(clock, capacity)
+        self._own_places: _Memory[int, int] = _Memory(clock, capacity)
         self._left: _Memory[int, _InStep] = _Memory(clock, capacity)
 
     def fingerprint(self, submit: Submit) -> bytes:
@@ -176,7 +178,10 @@ class Blame:
     def alone_until(self, submit: Submit) -> int:
         """What its `Submit.alone_until` has to be; 0 if nothing is held against it."""
         record = self._find(submit)
-        return 0 if record is None else record.place
+        if record is None:
+            return 0
+        own_place = self._own_places.get(submit.request_id)
+        return record.place if own_place is None else min(own_place, record.place)
 
     def trial_engine(self, submit: Submit) -> int | None:
         """The engine that has a copy of this suspect whose outcome is unknown: send this one there as well, and to no
@@ -235,8 +240,13 @@ class Blame:
         killer_id = None
         if had_step_to_itself and step and step[0].was_alone and self._is_suspect(step[0].fingerprint):
             killer_id = step[0].request_id
-        for fingerprint, num_outputs in _furthest(step).items():
-            self._accuse(fingerprint, num_outputs, is_killer=killer_id is not None)
+        margins = {
+            fingerprint: self._accuse(fingerprint, num_outputs, is_killer=killer_id is not None)
+            for fingerprint, num_outputs in _furthest(step).items()
+        }
+        for request in step:
+            own_place = request.num_outputs + margins[request.fingerprint]
+            self._own_places.put(request.request_id, own_place, self._suspect_ttl_s)
         return Verdicts(killer_id, tuple(r.request_id for r in step if r.request_id != killer_id))
 
     def _known(self, in_step: Sequence[Suspect], left_ids: Sequence[int]) -> list[_InStep]:
@@ -259,10 +269,10 @@ class Blame:
         record = self._records.get(fingerprint)
         return record is None or record.place > 0
 
-    def _accuse(self, fingerprint: bytes, num_outputs: int, *, is_killer: bool) -> None:
-        """Hold one more dying step against it."""
+    def _accuse(self, fingerprint: bytes, num_outputs: int, *, is_killer: bool) -> int:
+        """Hold one more dying step against it. Returns how far beyond the count its place now is."""
         record = self._records.get(fingerprint) or _Record()
-        margin = MARGIN_BASE ** min(record.num_dying_steps, MARGIN_POWER_MAX)
+        margin: int = MARGIN_BASE ** min(record.num_dying_steps, MARGIN_POWER_MAX)
         record.num_dying_steps += 1
         record.place = max(record.place, num_outputs + margin)
         ttl_s = self._suspect_ttl_s
@@ -270,6 +280,7 @@ class Blame:
             self._poisons.put(fingerprint, True, self._poison_ttl_s)
             ttl_s += self._poison_ttl_s  # let in again it is a suspect, whose next death is proof
         self._records.put(fingerprint, record, ttl_s)
+        return margin
 
 
 def _furthest(step: Iterable[_InStep]) -> dict[bytes, int]:

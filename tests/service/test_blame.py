@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler.messages import SamplingParams, StoppingParams, Submit
-from service.blame import LEFT_TTL_S, Blame, Suspect, Verdicts
+from service.blame import LEFT_TTL_S, Blame, Suspect, Verdicts, _Memory
 
 SALT = b"s" * 16
 
@@ -111,7 +111,9 @@ def test_nothing_of_a_prompt_is_kept(clock: Clock, blame: Blame) -> None:
     blame.on_left(secret, 3)
     blame.on_death(0, [Suspect(secret, 3)])
     assert blame.is_poison(secret)
-    kept = pickle.dumps([list(memory._entries.items()) for memory in (blame._records, blame._poisons, blame._left)])
+    memories = [memory for memory in vars(blame).values() if isinstance(memory, _Memory)]
+    assert len(memories) == 4
+    kept = pickle.dumps([list(memory._entries.items()) for memory in memories])
     assert b"Submit" not in kept
     assert pickle.dumps(77_777_777)[2:-1] not in kept
     assert not any(isinstance(value, Submit) for value in vars(blame).values())
@@ -220,6 +222,30 @@ def test_a_copy_past_an_early_place_does_not_clear_a_later_one(blame: Blame) -> 
     blame.on_death(1, [Suspect(submit(1), 50), Suspect(submit(2), 1)])
     blame.cleared(early)
     assert blame.alone_until(early) > 50
+
+
+def test_a_replayed_copy_has_its_own_place_to_get_past(blame: Blame) -> None:
+    """Of many streams with one prompt each was somewhere else when the engine died: what goes on where it was needs to
+    be alone for one token; who begins anew, until it is where the furthest was."""
+    early, late = submit(1), submit(1)
+    blame.on_death(0, [Suspect(early, 50), Suspect(late, 200), Suspect(submit(2), 1)])
+    assert blame.alone_until(early) == 51
+    assert blame.alone_until(late) == 201
+    assert blame.alone_until(submit(1)) == 201
+    replayed = dataclasses.replace(early, alone_until=51)
+    blame.on_sent(replayed, 0)
+    blame.cleared(replayed)
+    assert blame.alone_until(submit(1)) == 201
+    blame.cleared(dataclasses.replace(late, alone_until=201))
+    assert blame.alone_until(submit(1)) == blame.alone_until(early) == 0
+
+
+def test_a_copy_at_its_own_place_is_proof(blame: Blame) -> None:
+    """Dying there alone, it is the killer, though another copy was further."""
+    early, late = submit(1), submit(1)
+    blame.on_death(0, [Suspect(early, 50), Suspect(late, 200)])
+    replayed = dataclasses.replace(early, alone_until=51)
+    assert blame.on_death(0, [Suspect(replayed, 50)]).killer_id == early.request_id
 
 
 def test_who_was_never_suspected_clears_nothing(blame: Blame) -> None:
@@ -379,6 +405,7 @@ def test_without_a_memory_no_digest_is_made(clock: Clock, blame: Blame, monkeypa
 class Stream:
     prompt: tuple[int, ...]
     has_replay: bool
+    request_id: int = field(default_factory=lambda: next(_numbers))
     submit: Submit | None = None
     num_outputs: int = 0
     num_attempts: int = 0
@@ -420,7 +447,7 @@ class Server:
         self.num_sent = 0
 
     def send(self, stream: Stream) -> None:
-        request = submit(*stream.prompt)
+        request = dataclasses.replace(submit(*stream.prompt), request_id=stream.request_id)
         if self.blame.is_poison(request):
             stream.fate = "poison"
             return
