@@ -204,16 +204,17 @@ def write_report(directory: Path, report: dict[str, Any], keep: int = KEEP) -> P
     """
     moment = re.sub(r"[-:]|\.\d+|\+00:00", "", report["time"]) + "Z"
     path = directory / f"death-{moment}-{report['death_id']}.json"
-    data = json.dumps(report, indent=1, ensure_ascii=False, default=str).encode("utf-8", "backslashreplace")
     temporary = directory / f".{path.name}.{os.getpid()}.tmp"
     try:
+        data = json.dumps(report, indent=1, ensure_ascii=False, default=str).encode("utf-8", "backslashreplace")
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         _write_whole(temporary, data + b"\n")
         temporary.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
+    except (OSError, ValueError) as error:  # ValueError: a path that no system call takes
+        with contextlib.suppress(OSError, ValueError):
             temporary.unlink(missing_ok=True)
-        logs.get_logger().warning("crash report not written", path=str(path), reason=error.strerror)
+        reason = getattr(error, "strerror", None) or type(error).__name__
+        logs.get_logger().warning("crash report not written", path=str(path), reason=reason)
         return None
     with contextlib.suppress(OSError):
         _remove_oldest(directory, path, keep)

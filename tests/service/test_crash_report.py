@@ -177,8 +177,10 @@ def test_a_report_that_cannot_be_written_is_a_warning(tmp_path: Path, log: Captu
     (tmp_path / "file").write_text("")
     assert write_report(tmp_path / "file", report_of()) is None
     assert write_report(tmp_path / "file" / "below", report_of()) is None
-    (record, _) = log.of("crash report not written")
-    assert record["level"] == "warning"
+    assert write_report(tmp_path / "a\0b", report_of()) is None
+    records = log.of("crash report not written")
+    assert [record["level"] for record in records] == ["warning"] * 3
+    assert all(record["reason"] for record in records)
 
 
 def test_a_report_that_breaks_off_leaves_nothing(
