@@ -18,13 +18,15 @@ while no engine serves, and is ended when none will; so is one that got nowhere 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from scheduler import logs
+from scheduler.flight_record import FlightRecord
 from scheduler.messages import Submit
 from service.blame import Blame, Suspect
 from service.crash_report import RequestFacts
 from service.death import Aftermath, Death
+from service.engine import Engine
 from service.errors import CallError, EngineDeadError, PoisonRequestError
 from service.journal import Journal, JournalEntry
 from service.replica import EngineState, Replica
@@ -115,20 +117,24 @@ class Dispatcher:
         if entry.is_finished:
             self._router.on_end(stream.request_id)
 
+    def on_replica_stall(self, replica: Replica) -> None:
+        """Its step takes suspiciously long: whatever else is like what is in it, runs alone from now on."""
+        engine = replica.engine
+        if engine is not None and engine.process is not None:
+            in_step, left_ids = _in_step(engine, engine.process.flight.read(), engine.client.streams())
+            self._blame.on_stall([_suspect(stream.entry) for stream in in_step], left_ids)
+
     def on_replica_death(self, replica: Replica, death: Death) -> None:
         """Sort the dead engine's streams; see the table above."""
         engine = replica.engine
         assert engine is not None
-        in_step_ids = engine.request_ids_in_step(death.record)
         streams = engine.client.detach()
-        in_step = [stream for stream in streams if _was_in_step(stream.entry, in_step_ids, death)]
+        in_step, left_ids = _in_step(engine, death.record, streams)
         others = [stream for stream in streams if stream not in set(in_step)]
         self._router.on_death(replica.index)
         for stream in streams:
             self._replica_of.pop(stream.request_id, None)
         suspects = [_suspect(stream.entry) for stream in in_step]
-        known_ids = {stream.request_id for stream in in_step}
-        left_ids = tuple((in_step_ids or frozenset()) - known_ids)
         killer_id = self._blame.on_death(replica.index, suspects, left_ids).killer_id
         aftermath = death.aftermath
         aftermath.requests = [_facts(stream.entry) for stream in in_step]
@@ -143,7 +149,8 @@ class Dispatcher:
             self._go_on_or_end(stream, death, aftermath, in_step=True)
         for stream in others:
             self._go_on_or_end(stream, death, aftermath, in_step=False)
-        self._refuse_poison(aftermath)
+        if killer_id is not None:
+            self._end_twins(aftermath)
         self._send_waiting()
 
     # The walk of a stream
@@ -164,12 +171,17 @@ class Dispatcher:
         stream.end(make_error)
         aftermath.num_ended += 1
 
-    def _refuse_poison(self, aftermath: Aftermath) -> None:
-        """Twins of a killer that have not been sent yet."""
-        for request_id, stream in list(self._waiting.items()):
-            if self._blame.is_poison(stream.entry.submit):
-                del self._waiting[request_id]
-                self._end(stream, PoisonRequestError, aftermath)
+    def _end_twins(self, aftermath: Aftermath) -> None:
+        """The like of a killer, wherever it waits or runs: it would kill, too."""
+        for request_id, stream in self._streams.items():
+            if stream.is_over or not self._blame.is_poison(stream.entry.submit):
+                continue
+            self._waiting.pop(request_id, None)
+            replica = self._replica_of.pop(request_id, None)
+            if replica is not None and replica.engine is not None:
+                self._router.on_end(request_id)
+                replica.engine.client.leave(request_id, abort=True)
+            self._end(stream, PoisonRequestError, aftermath)
 
     def _send_waiting(self) -> None:
         """Innocents first: they go on at once, and a suspect's death would cost them another start."""
@@ -212,10 +224,18 @@ class Dispatcher:
             )
 
 
-def _was_in_step(entry: JournalEntry, in_step_ids: frozenset[int] | None, death: Death) -> bool:
-    if in_step_ids is None:
-        return entry.was_received(death.record.num_messages_received)
-    return entry.submit.request_id in in_step_ids
+def _in_step(
+    engine: Engine, record: FlightRecord, streams: Sequence[RequestStream]
+) -> tuple[list[RequestStream], tuple[int, ...]]:
+    """Those of the streams that are in the engine's present step, and the numbers of others in it, whose callers left.
+    Where no step was made yet it is all that the engine had taken.
+    """
+    request_ids = engine.request_ids_in_step(record)
+    if request_ids is None:
+        num_received = record.num_messages_received
+        return [stream for stream in streams if stream.entry.was_received(num_received)], ()
+    in_step = [stream for stream in streams if stream.request_id in request_ids]
+    return in_step, tuple(request_ids - {stream.request_id for stream in in_step})
 
 
 def _suspect(entry: JournalEntry) -> Suspect:

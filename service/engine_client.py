@@ -121,9 +121,13 @@ class EngineClient:
         """Ask the engine to end with status 0."""
         self._send(Shutdown())
 
+    def streams(self) -> list[RequestStream]:
+        """Every stream that is not over, in the order in which they were sent."""
+        return [stream for stream in self._streams.values() if not stream.is_over]
+
     def detach(self) -> list[RequestStream]:
-        """Let go of every stream that is not over, in the order in which they were sent."""
-        streams = [stream for stream in self._streams.values() if not stream.is_over]
+        """Let go of all streams; returns those that are not over."""
+        streams = self.streams()
         self._streams.clear()
         return streams
 

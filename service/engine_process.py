@@ -29,7 +29,7 @@ from scheduler.flight_record import SIZE_BYTES, FlightReader
 
 ENGINE_COMMAND = (sys.executable, "-P", "-m", "scheduler.engine.process")
 """-P: or a folder `scheduler` where the server happens to be started would be taken for ours."""
-LAST_LINES_MAX = 50
+LAST_LINES_MAX = 200
 LINE_CHARS_MAX = 4096
 REAP_POLL_S = 0.005
 STACKS_SIGNAL = signal.SIGUSR1

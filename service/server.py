@@ -310,6 +310,10 @@ class Server:
         self._update_door()
         self._dispatcher.on_replica_death(replica, death)
 
+    def on_replica_stall(self, replica: Replica) -> None:
+        """The supervisor's word."""
+        self._dispatcher.on_replica_stall(replica)
+
     def on_replica_output(self, replica: Replica, stream: RequestStream, num_tokens: int) -> None:
         """The supervisor's word."""
         self._dispatcher.on_replica_output(replica, stream, num_tokens)

@@ -68,6 +68,8 @@ class SupervisorObserver(Protocol):
 
     def on_replica_death(self, replica: Replica, death: Death) -> None: ...
 
+    def on_replica_stall(self, replica: Replica) -> None: ...
+
     def on_replica_output(self, replica: Replica, stream: RequestStream, num_tokens: int) -> None: ...
 
     def on_last_hope_lost(self) -> None:
@@ -244,7 +246,7 @@ class Supervisor:
         replica = self._replica_of(engine)
         if replica is None or self._is_stopping:
             return
-        if replica.ready is None:
+        if not engine.is_standing_by:
             self._cold_start_s = ready.startup_s
         replica.ready = ready
         replica.move_to(EngineState.READY, self._clock())
@@ -258,6 +260,8 @@ class Supervisor:
         if replica is not None and replica.is_serving:
             replica.move_to(EngineState.SUSPECT if is_suspect else EngineState.READY, self._clock())
             logs.get_logger().warning("engine suspect" if is_suspect else "engine goes on", engine=engine.name)
+            if is_suspect:
+                self._observer.on_replica_stall(replica)
 
     def on_engine_output(self, engine: Engine, stream: RequestStream, num_tokens: int) -> None:
         """A step has brought a stream something."""

@@ -40,6 +40,9 @@ class Rig:
         self.deaths.append(death)
         self.dispatcher.on_replica_death(replica, death)
 
+    def on_replica_stall(self, replica: Replica) -> None:
+        self.dispatcher.on_replica_stall(replica)
+
     def on_replica_output(self, replica: Replica, stream: RequestStream, num_tokens: int) -> None:
         self.dispatcher.on_replica_output(replica, stream, num_tokens)
 

@@ -11,6 +11,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import os
+import signal
 import sys
 import threading
 import time
@@ -48,12 +49,32 @@ FAULTS = {
 }
 
 
+def _kill_myself() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+POISONS = {"raise": _raise, "kill": _kill_myself}
+"""What `poison HOW TOKEN` does in each step that takes in a sequence with that token."""
+
+
+def _commit(fault: str, fault_file: Path, plan: Any) -> None:
+    match fault.split():
+        case ["once"]:
+            fault_file.unlink()
+            _raise()
+        case ["poison", how, token]:
+            if any(int(token) in new.token_ids for new in plan.new):
+                POISONS[how]()
+        case _:
+            FAULTS[fault]()
+
+
 def _wrap(runner: Any, fault_file: Path) -> None:
     execute = runner.execute
 
     def execute_or_fail(self: Any, plan: Any) -> Any:
         if fault_file.exists():
-            FAULTS[fault_file.read_text()]()
+            _commit(fault_file.read_text(), fault_file, plan)
         return execute(self, plan)
 
     runner.execute = execute_or_fail
