@@ -277,7 +277,6 @@ class Scheduler:
         """
         assert not self._running, "vacate() comes first"
         self._waiting.confine(request_ids)
-        self._admission_open = True
 
     def unconfine(self) -> None:
         """Schedule everybody again. Who runs goes on."""

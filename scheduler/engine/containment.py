@@ -175,11 +175,8 @@ class Containment:
             max_num_batched_tokens = max(shape.num_batched_tokens // 2, smallest)
             self._limit(min(self._scheduler.max_num_seqs, max_num_batched_tokens), max_num_batched_tokens)
         elif shape.num_seqs > 1:
-            max_num_seqs = shape.num_seqs // 2
-            max_num_batched_tokens = max(max_num_seqs, SMALLEST_CHUNK_TOKENS)
-            self._limit(max_num_seqs, min(self._scheduler.max_num_batched_tokens, max_num_batched_tokens))
+            self._limit(shape.num_seqs // 2, max(shape.num_seqs // 2, SMALLEST_CHUNK_TOKENS))
         else:
-            self._num_good_steps = 0
             return self._fail(in_step[0], FailureKind.OUT_OF_MEMORY)
         return ()
 

@@ -49,6 +49,32 @@ def test_steps_alternate_until_it_joins_the_batch() -> None:
     driver.check_answers()
 
 
+def test_the_batch_has_the_whole_budget_of_its_steps() -> None:
+    """One that runs alone takes nothing of the batch's budget."""
+    driver = Driver(make_config(max_num_batched_tokens=10))
+    driver.submit(alone(1, [1], until=20, max_tokens=20))
+    driver.submit(make_submit(2, [2], max_tokens=20))
+    for _ in range(2):
+        driver.step()
+    driver.submit(make_submit(3, range(100, 130)))
+    driver.step()
+    driver.step()
+    assert scheduled(driver) == {2: 1, 3: 9}
+    driver.run()
+    driver.check_answers()
+
+
+def test_joining_the_batch_opens_the_line() -> None:
+    """The next of its kind is let in though somebody behind it, of the batch, had found no room before."""
+    driver = Driver(make_config(num_kv_blocks=16, max_model_len=64))
+    driver.submit(alone(1, range(16), until=3, max_tokens=20))
+    driver.submit(alone(2, [2], until=1, max_tokens=2))
+    driver.submit(make_submit(3, range(100, 150), max_tokens=2))
+    assert steps(driver, 6) == [(1,), (1,), (1,), (1,), (2,), (1, 2)]
+    driver.run()
+    driver.check_answers()
+
+
 def test_without_a_batch_it_has_every_step() -> None:
     """Nobody else being there, no step is lost."""
     driver = Driver(make_config())

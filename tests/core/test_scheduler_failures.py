@@ -161,14 +161,14 @@ def test_confined_steps_hold_nobody_else() -> None:
     confined(driver, 2)
     driver.submit(make_submit(4, [4], priority=9))
     driver.step()
-    assert driver.scheduler.step_request_ids == (2,)
+    assert set(scheduled(driver)) == {2}
     stats = driver.scheduler.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_waiting_tokens) == (1, 3, 6 + 6 + 1)
     driver.run()
     assert driver.answers[2].is_over
     driver.unconfine()
     driver.step()
-    assert driver.scheduler.step_request_ids == (4, 1, 3)
+    assert list(scheduled(driver)) == [4, 1, 3]
     driver.run()
     driver.check_answers()
 
@@ -184,6 +184,23 @@ def test_who_runs_at_the_end_of_a_confinement_goes_on() -> None:
     driver.step()
     assert scheduled(driver) == {2: 1, 1: 1}
     assert driver.plans[-1].preempted_seq_ids == []
+    driver.run()
+    driver.check_answers()
+
+
+def test_the_end_of_a_confinement_opens_the_line() -> None:
+    """One that was held and fits is let in at once, though the front of the confined had found no room."""
+    driver = Driver(make_config(num_kv_blocks=16, max_model_len=64))
+    driver.submit(make_submit(1, [1], max_tokens=9))
+    driver.submit(make_submit(2, range(20), max_tokens=9))
+    driver.submit(make_submit(3, range(100, 150), max_tokens=9))
+    confined(driver, 2, 3)
+    driver.step()
+    driver.step()
+    assert set(scheduled(driver)) == {2}
+    driver.unconfine()
+    driver.step()
+    assert set(scheduled(driver)) == {1, 2}
     driver.run()
     driver.check_answers()
 

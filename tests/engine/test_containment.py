@@ -249,6 +249,75 @@ def test_a_culprit_is_found_in_a_logarithm_of_steps() -> None:
     assert world.num_failed_steps <= 1 + 5
 
 
+def test_those_of_a_group_who_were_not_in_its_failed_step_are_tried_next() -> None:
+    """When one of a group fails before the others had their turn, they come next, apart from the second half."""
+    world = World(max_num_batched_tokens=8)
+
+    def is_failing(plan: StepPlan) -> bool:
+        return len(plan.seq_ids) == 4 or (world.num_failed_steps > 0 and holds(world, plan, POISON_IDS[:1]))
+
+    world.fail_when(is_failing, lambda: ValueError("bad"))
+    world.submit(make_submit(i, [*range(10 * i, 10 * i + 7), POISON_IDS[0] if i == 1 else 7]) for i in range(1, 5))
+    while not world.failures:
+        world.step()
+    for group in ({2}, {3, 4}):
+        num_tokens = {request_id: len(world.tokens[request_id]) for request_id in group}
+        while any(len(world.tokens[request_id]) == num_tokens[request_id] for request_id in group):
+            world.step()
+            assert group.issuperset(world.scheduler.step_request_ids)
+    world.run()
+    world.check(failed={1})
+
+
+def test_one_that_got_past_and_fails_again_is_a_suspect_again() -> None:
+    """While its neighbour still computes its prompt, a request that went on raises: it is tried alone, and fails."""
+    world = World(max_num_batched_tokens=8)
+
+    def is_failing(plan: StepPlan) -> bool:
+        if len(plan.seq_ids) == 3 and world.num_failed_steps == 0:
+            return True
+        return any(ids[:2] == (10, 11) and len(ids) >= 9 for ids in world.token_ids_in(plan).values())
+
+    world.fail_when(is_failing, lambda: ValueError("bad"))
+    world.submit([make_submit(1, [10, 11], max_tokens=30), make_submit(2, range(200, 240)), make_submit(3, [3])])
+    while not world.num_failed_steps:
+        world.step()
+    world.run()
+    world.check(failed={1})
+    assert world.num_failed_steps == 3
+
+
+def test_the_runner_is_reset_between_groups_only() -> None:
+    """While a member that is not past computes, nothing is begun anew, even if another is past."""
+    world = World(max_num_batched_tokens=8)
+    world.fail_when(lambda plan: len(plan.seq_ids) == 4 and not world.num_failed_steps, lambda: ValueError("once"))
+    world.submit(make_submit(i, range(10 * i, 10 * i + 5), max_tokens=9) for i in range(1, 5))
+    world.run()
+    world.check()
+    assert [list(plan.num_scheduled_tokens) for plan in world.plans[3:7]] == [[7, 1], [1, 5], [6, 2], [1, 3]]
+    assert world.num_failed_steps == 1
+    assert world.runner.num_resets == 2
+
+
+def test_a_member_that_waits_for_one_that_is_past_gets_the_engine_to_itself() -> None:
+    """The KV pool no longer holds both: the one that is past makes way, instead of running to its end first."""
+    world = World(num_kv_blocks=17, max_model_len=64)
+    world.fail_when(lambda _: len(world.plans) == 22, lambda: ValueError("once"))
+    world.submit(make_submit(i, range(20 * i, 20 * i + 8), max_tokens=40) for i in (1, 2))
+    for _ in range(19):
+        world.step()
+    world.submit([make_submit(3, [3], max_tokens=30)])
+    while not world.num_failed_steps:
+        world.step()
+    assert set(world.scheduler.step_request_ids) == {1, 2, 3}
+    in_steps = []
+    while world.core.has_work:
+        world.step()
+        in_steps.append(world.scheduler.step_request_ids)
+    assert in_steps[:3] == [(1,), (2,), (3,)]
+    world.check()
+
+
 def test_aborts_during_an_isolation() -> None:
     """Suspects that are aborted, even all of a group, do not stop the world."""
     for num_steps in range(1, 6):

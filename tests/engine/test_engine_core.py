@@ -246,6 +246,20 @@ def test_a_request_that_raises_on_arrival_fails_alone(broken: dict[str, Any]) ->
     assert not world.core.has_work
 
 
+def test_a_request_that_is_here_already_fails_and_is_gone() -> None:
+    """Two of one number are a bug of ours that no answer can tell apart: both are over."""
+    world = World()
+    world.inbox.append(make_submit(1, range(4), max_tokens=50))
+    world.core.step()
+    world.inbox.append(make_submit(1, range(4)))
+    with capture_logs():
+        message = world.core.step()
+    assert message is not None
+    assert [failure.kind for failure in message.failures] == [FailureKind.INTERNAL]
+    assert world.scheduler.num_output_tokens(1) is None
+    assert not world.core.has_work
+
+
 def test_shutdown_is_noticed_with_the_step_it_arrives_in() -> None:
     """After the step that drains a Shutdown the loop is told to end."""
     world = World()
