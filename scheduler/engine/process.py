@@ -115,19 +115,22 @@ def _load(channel: Channel, recorder: FlightRecorder, started_s: float) -> tuple
         channel.send(LoadProgress(stage, time.monotonic() - begun_s))
 
     on_progress("imports")
+    gc.disable()  # a collection walks all the modules made so far and finds nothing: a quarter of the imports' time
     # Only now: torch takes seconds to import, and whatever goes wrong in it must reach the fatal boundary.
     from scheduler.core.scheduler import Scheduler  # noqa: PLC0415 - see above
     from scheduler.engine.engine_core import EngineCore  # noqa: PLC0415 - see above
     from scheduler.model import startup  # noqa: PLC0415 - see above
 
     startup.import_ahead()
-    _settle_objects()
+    gc.freeze()
+    gc.enable()
     is_spare = not channel.has_message()
     config = _receive_config(channel)
     if is_spare:
         begun_s = time.monotonic()
     prepared = startup.prepare(config, on_progress)
-    _settle_objects()
+    gc.collect()
+    gc.freeze()  # what a model consists of lives as long as the process: no collection needs to walk it again
     device_index = config.device_index
     if config.standby:
         channel.send(StandingBy(os.getpid()))
@@ -150,12 +153,6 @@ def _load(channel: Channel, recorder: FlightRecorder, started_s: float) -> tuple
     gc.freeze()
     ready = Ready(pid=os.getpid(), startup_s=time.monotonic() - begun_s, **dataclasses.asdict(info))
     return core, ready
-
-
-def _settle_objects() -> None:
-    """What modules and a model consist of lives as long as the process: no later collection needs to walk it again."""
-    gc.collect()
-    gc.freeze()
 
 
 def _receive_config(channel: Channel) -> EngineConfig:

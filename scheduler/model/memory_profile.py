@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 PROFILE_VERSION = 1
 """Of the file's form."""
 FILES_MAX = 64
-"""Profiles kept; the oldest give way."""
+"""Profiles kept; those not used for longest give way."""
 _PACKAGES = ("emberline-server", "torch", "transformers", "numba", "numpy", "flash-attn")
 _ENVIRONMENT_PREFIXES = ("OMP_", "GOMP_", "KMP_", "MKL_", "MALLOC_", "LD_PRELOAD", "PYTORCH_")
 
@@ -145,6 +145,8 @@ def _read(path: Path) -> MemoryProfile | None:
     if profile.step_peak_bytes < 0 or not (0 < profile.step_s_per_token < math.inf):
         logger.warning("the memory profile %s makes no sense: measuring anew", path.name)
         return None
+    with contextlib.suppress(OSError):
+        path.touch()  # it is in use
     return profile
 
 

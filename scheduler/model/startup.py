@@ -52,6 +52,8 @@ LIST_ENTRY_BYTES = {"cpu": 64, "cuda": 20}
 """What a token in both lists of a request (allowed tokens and bias) takes of a device's memory: on a CPU its entries
 and the step's copy of them, on a GPU their indices and logits while they are applied."""
 
+WARM_UP_SEQS_MAX = 8
+
 _SELF_CHECK_CHUNKS = ((16, 10), (8, 6))
 """Tokens of two sequences in two steps: chunks, neighbours and pages that begin and end inside a step."""
 
@@ -322,11 +324,13 @@ def _largest_step(config: EngineConfig, max_model_len: int) -> list[int]:
 
 
 def _warm_up(runner: ModelRunner) -> None:
-    """A prefill and a decode, of one sequence and of a full batch, so that no first request pays for first times."""
+    """A prefill and a decode, of one sequence and of several, so that no first request pays for first times."""
     info = runner.info
     if info.max_model_len < 2:
         return
-    for num_seqs in {1, min(info.max_num_seqs, info.num_kv_blocks)}:
+    # On a GPU kernels depend on the batch's size, and the allocator grows with it; on a CPU a few sequences do.
+    num_seqs_max = info.max_num_seqs if info.device.startswith("cuda") else min(WARM_UP_SEQS_MAX, info.max_num_seqs)
+    for num_seqs in {1, num_seqs_max}:
         seq_ids = range(num_seqs)
         runner.execute(_prefill_plan([1] * num_seqs, info.block_size))
         runner.execute(

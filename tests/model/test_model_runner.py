@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from scheduler.core.output import NewSequence, StepPlan
 from scheduler.messages import SamplingParams, StoppingParams
-from scheduler.model.model_runner import ModelRunner
+from scheduler.model.model_runner import ModelRunner, UnhealthyRunnerError
 from tests.model.tiny import GREEDY, SUPPORTED, Driver, assert_exact, load, random_ids
 
 ModelDir = Callable[[str], str]
@@ -259,3 +262,157 @@ def test_two_runners_share_nothing(model_dir: ModelDir) -> None:
             driver.decode([1], 1)
     for driver, directory in zip(drivers, directories, strict=True):
         assert_exact(directory, driver.tokens[1], 20)
+
+
+# -------------------------------------------------------------------------------------------------- reset and probe
+
+
+def pool_of(runner: ModelRunner) -> list[torch.Tensor]:
+    return [tensor.clone() for layer in runner._kv_cache.layers for tensor in layer]
+
+
+def test_a_reset_forgets_every_sequence_and_keeps_the_pool(driver: Driver, model_dir: ModelDir) -> None:
+    """Ids and seats are free again; blocks filled before hold what they held, so that a prefix hit on them is exact."""
+    runner, prompt = driver.runner, random_ids(40, 3)
+    driver.add(1, prompt)
+    driver.add(2, random_ids(20, 4), SamplingParams(temperature=1.0, frequency_penalty=1.0))
+    driver.decode([1, 2], 3)
+    full_blocks = driver.blocks[1][:2]
+    before = pool_of(runner)
+    runner.reset()
+    assert all(torch.equal(now, was) for now, was in zip(pool_of(runner), before, strict=True))
+    assert len(runner._batch._slot_of) == 0
+    again = Driver(runner)
+    again._free = [block for block in again._free if block not in full_blocks]
+    for seq_id in range(1, 9):  # every seat, the old ids among them
+        again.add(seq_id, prompt, shared_blocks=full_blocks)
+    again.decode(range(1, 9), 5)
+    for seq_id in range(1, 9):
+        assert_exact(model_dir("llama"), again.tokens[seq_id], len(prompt))
+
+
+def test_after_a_step_that_raised_a_reset_makes_the_runner_good_again(
+    driver: Driver, model_dir: ModelDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it raises: in attention, in the sampler, or when half of the plan has been applied."""
+    runner, prompt = driver.runner, random_ids(20, 9)
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("a fault made by a test")
+
+    num_threads = torch.get_num_threads()
+    for place in ("forward", "sample", "apply"):
+        with monkeypatch.context() as patch:
+            if place == "forward":
+                patch.setattr(runner._attention.backend, "forward", fail)
+            elif place == "sample":
+                patch.setattr("scheduler.model.model_runner.sample", fail)
+            else:
+                patch.setattr(runner._batch, "_append_blocks", fail)
+            broken = Driver(runner)
+            broken.add(1, prompt)
+            with pytest.raises(RuntimeError, match="a fault made by a test"):
+                broken.decode([1], 1)
+        runner.reset()
+        again = Driver(runner)
+        again.add(1, prompt)
+        again.decode([1], 4)
+        again.finish(1)
+        again.step({})
+        assert_exact(model_dir("llama"), again.tokens[1], len(prompt))
+        assert torch.get_num_threads() == num_threads
+
+
+@pytest.mark.parametrize(
+    "flags", [{}, {"attention_backend": "cpu"}, {"max_model_len": 1}, {"block_size": 1}, {"num_kv_blocks": 1}]
+)
+def test_a_probe_disturbs_nobody(model_dir: ModelDir, flags: dict[str, Any]) -> None:
+    """It computes in a block that is no sequence's, leaves none behind, and needs no free seat."""
+    runner = load(model_dir("llama"), max_num_seqs=1, **flags)
+    num_blocks = runner.info.num_kv_blocks
+    driver = Driver(runner)
+    driver.add(1, [5])
+    driver.decode([1], 1)
+    before = pool_of(runner)
+    runner.probe()
+    assert list(runner._batch._slot_of) == [1]
+    for now, was in zip(pool_of(runner), before, strict=True):
+        assert now.shape[0] == num_blocks + 1
+        assert torch.equal(now[:num_blocks], was[:num_blocks])
+
+
+def test_a_probe_writes_to_the_scratch_block(llama: ModelRunner) -> None:
+    """It is a real step: keys and values appear in the block after the last one."""
+    for layer in llama._kv_cache.layers:
+        layer.key.zero_()
+        layer.value.zero_()
+    llama.probe()
+    for layer in llama._kv_cache.layers:
+        assert layer.key[-1].any()
+        assert layer.value[-1].any()
+        assert not layer.key[:-1].any()
+
+
+def test_a_probe_that_finds_the_runner_broken_says_so(llama: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the step raises comes out as it is; logits that are not finite are an error of their own."""
+    with monkeypatch.context() as patch:
+        patch.setattr(llama._attention.backend, "forward", lambda query, *_: query * float("nan"))
+        with pytest.raises(UnhealthyRunnerError, match="not finite"):
+            llama.probe()
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llama._attention.backend, "forward", fail)
+        with pytest.raises(ZeroDivisionError):
+            llama.probe()
+    llama.probe()
+
+
+SHORT_OF_MEMORY = """
+import resource, sys, traceback
+from pathlib import Path
+from scheduler.engine.containment import Cause, cause_of
+from tests.model.tiny import Driver, load, random_ids
+
+limits = {"max_num_batched_tokens": 4096, "max_num_seqs": 64, "num_kv_blocks": 256}
+runner = load(sys.argv[1], attention_backend=sys.argv[2], **limits)
+driver = Driver(runner)
+for seq_id in range(1, 17):
+    driver.add(seq_id, random_ids(200, seq_id))
+size_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (size_bytes, -1))
+try:
+    held = []
+    while True:
+        held.append(bytearray(1 << 16))
+except MemoryError:
+    pass
+try:
+    driver.step({seq_id: 200 for seq_id in range(1, 17)})
+except Exception as error:
+    causes = [cause_of(error)]
+    held.clear()
+    runner.reset()
+    runner.probe()
+    del error
+    resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
+    again = Driver(runner)
+    again.add(1, random_ids(200, 1))
+    again.decode([1], 2)
+    print(causes == [Cause.OUT_OF_MEMORY], len(again.output(1)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_a_step_without_memory_is_known_as_such(model_dir: ModelDir, backend: str) -> None:
+    """Where the process may get no more, a step raises what containment takes for a lack of memory; a reset makes the
+    runner good again.
+    """
+    result = subprocess.run(
+        [sys.executable, "-c", SHORT_OF_MEMORY, model_dir("llama"), backend],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert result.stdout == "True 2\n", result.stderr

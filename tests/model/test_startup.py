@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,13 +13,16 @@ import torch
 from scheduler.config import EngineConfig
 from scheduler.core.output import StepPlan
 from scheduler.errors import ConfigurationError, ModelUnsupportedError, StartupError
-from scheduler.model import startup
+from scheduler.model import loader, startup
+from scheduler.model.attention.cpu import compiled_kernels
 from scheduler.model.attention.reference import ReferenceBackend
-from scheduler.model.kv_cache import NUM_SCRATCH_BLOCKS, num_bytes_per_block
+from scheduler.model.kv_cache import NUM_SCRATCH_BLOCKS, PagedKVCache, num_bytes_per_block
 from scheduler.model.model_runner import ModelRunner
 from tests.model.tiny import VOCAB_SIZE, Driver, load, random_ids
 
 ModelDir = Callable[[str], str]
+BLOCK_BYTES = 2 * 2 * 16 * 2 * 16 * 4
+"""Of the tiny llama: keys and values, layers, tokens, KV heads, their size, float32."""
 
 
 def test_the_runner_tells_what_it_holds(model_dir: ModelDir) -> None:
@@ -35,6 +41,80 @@ def test_every_stage_is_announced_as_it_begins(model_dir: ModelDir) -> None:
     config = EngineConfig(model=model_dir("llama"), num_threads=1, num_kv_blocks=4, attention_backend="reference")
     startup.load_model_runner(config, stages.append)
     assert stages == ["weights", "compilation", "self-check", "memory profile", "warm-up", "kv pool"]
+
+
+def test_on_a_cpu_a_standby_lacks_nothing_but_its_pool(model_dir: ModelDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All stages but the pool's are over before it is activated, and what they computed in is given back."""
+    stages: list[str] = []
+    pools: list[weakref.ref[PagedKVCache]] = []
+    make = PagedKVCache.__init__
+
+    def count(self: PagedKVCache, *args: Any, **kwargs: Any) -> None:
+        pools.append(weakref.ref(self))
+        make(self, *args, **kwargs)
+
+    monkeypatch.setattr(PagedKVCache, "__init__", count)
+    config = EngineConfig(
+        model=model_dir("llama"), num_threads=1, num_kv_blocks=4, attention_backend="reference", standby=True
+    )
+    prepared = startup.prepare(config, stages.append)
+    gc.collect()
+    assert stages == ["weights", "compilation", "self-check", "memory profile", "warm-up"]
+    assert pools
+    assert [pool() for pool in pools] == [None] * len(pools)
+    stages.clear()
+    runner = prepared.activate(None, stages.append)
+    assert stages == ["kv pool"]
+    assert runner.info.num_kv_blocks == 4
+
+
+def test_for_a_gpu_a_standby_only_reads_the_weights(model_dir: ModelDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that could make a context on a device happens before it is activated, and then on the GPU it is told."""
+    stages: list[str] = []
+    asked: list[int | None] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: pytest.fail("a standby touches the GPU"))
+
+    def no_gpu_after_all(_device_type: str, device_index: int | None) -> torch.device:
+        asked.append(device_index)
+        return torch.device("cpu")
+
+    monkeypatch.setattr(loader, "resolve_device", no_gpu_after_all)
+    config = EngineConfig(
+        model=model_dir("llama"),
+        num_threads=1,
+        num_kv_blocks=4,
+        attention_backend="reference",
+        dtype="float32",
+        standby=True,
+    )
+    prepared = startup.prepare(config, stages.append)
+    assert (stages, asked) == (["weights"], [])
+    runner = prepared.activate(3, stages.append)
+    assert stages == ["weights", "compilation", "self-check", "memory profile", "warm-up", "kv pool"]
+    assert asked == [3]
+    runner.probe()
+
+
+def test_memory_is_looked_at_when_a_standby_takes_over(model_dir: ModelDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was free while it waited does not count: the engine it stands in for held its pool then."""
+    config = EngineConfig(model=model_dir("llama"), num_threads=1, attention_backend="reference", max_num_seqs=64)
+    monkeypatch.setattr(startup, "pool_budget_bytes", lambda *_: 0)
+    prepared = startup.prepare(config, lambda _: None)
+    monkeypatch.setattr(startup, "pool_budget_bytes", lambda *_: 10 * BLOCK_BYTES + 1)
+    assert prepared.activate(None, lambda _: None).info.num_kv_blocks == 10 - NUM_SCRATCH_BLOCKS
+    monkeypatch.setattr(startup, "pool_budget_bytes", lambda *_: BLOCK_BYTES)
+    with pytest.raises(StartupError, match="not enough memory"):
+        prepared.activate(None, lambda _: None)
+
+
+def test_everything_a_default_start_needs_is_imported_ahead() -> None:
+    """A process in reserve has the default backend imported and its kernels loaded."""
+    compiled_kernels.cache_clear()
+    startup.import_ahead()
+    assert compiled_kernels.cache_info().currsize == (0 if torch.cuda.is_available() else 1)
+    compiled_kernels(torch.float32)
+    assert compiled_kernels.cache_info().hits == 1
 
 
 def test_the_context_is_never_more_than_the_pool_holds(model_dir: ModelDir) -> None:
