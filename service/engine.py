@@ -95,7 +95,7 @@ class Engine:
         self._is_stopping = False
         self._is_fenced = False
         self._activation: Activate | None = None
-        self._started_s = self._clock()
+        self._ready_s = self._clock()
         self._last_sign_s = self._clock()
         self.load_timeout_s: float | None = None
         """How long a stage of loading may take; None: as long as it likes."""
@@ -117,6 +117,11 @@ class Engine:
     @property
     def pid(self) -> int:
         return 0 if self.process is None or self.is_dead else self.process.pid
+
+    @property
+    def served_s(self) -> float:
+        """How long it has served; 0 before it was ready."""
+        return 0.0 if self.ready is None else self._clock() - self._ready_s
 
     # From start to ready
 
@@ -199,6 +204,7 @@ class Engine:
         """It serves from now on."""
         if self.ready is None and not self._is_stopping:
             self.ready = ready
+            self._ready_s = self._clock()
             self._observer.on_engine_ready(self, ready)
 
     def on_output(self, stream: RequestStream, num_tokens: int) -> None:

@@ -3,10 +3,11 @@
 What lives here: the deaths within the window, and the delay that follows from their number. What must not: waiting,
 processes. Clock and randomness are handed in.
 
-The law, with `k` deaths in the last `window_s`: none or one, and the next start follows at once (a jitter keeps
-replicas that died together apart); from the second on it waits 0.5 s · 2^(k−2), at most 30 s, of which 50 to 100 % by
-chance; with more than `max_restarts` the window is spent and there is no start until it frees. With `max_restarts` 0
-the first death is the last: that window never frees.
+The law. The delay goes by the deaths in a row: one that follows `HEALTHY_LIFE_S` or more of serving begins a new row.
+The first of a row is followed by a start at once (a jitter keeps replicas that died together apart); the `k`th by one
+after 0.5 s · 2^(k−2), at most 30 s, of which 50 to 100 % by chance. The bound goes by all deaths in the last
+`window_s`: with more than `max_restarts` the window is spent and there is no start until it frees. With `max_restarts`
+0 the first death is the last: that window never frees.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ WINDOW_S = 300.0
 FIRST_DELAY_S_MAX = 0.05
 BASE_DELAY_S = 0.5
 DELAY_S_MAX = 30.0
+HEALTHY_LIFE_S = 5.0
+"""An engine that served for so long was no attempt that failed: its death is one of a new row."""
 _DOUBLINGS_MAX = 10
 """More would overflow one day; DELAY_S_MAX is reached after six."""
 
@@ -39,6 +42,7 @@ class RestartPolicy:
         self._window_s = window_s
         # The one that makes the window spent is all that ever matters beyond max_restarts.
         self._death_times: deque[float] = deque(maxlen=max_restarts + 1)
+        self._num_in_row = 0
 
     @property
     def num_deaths(self) -> int:
@@ -54,9 +58,10 @@ class RestartPolicy:
         """No start is allowed now."""
         return self.num_deaths > self._max_restarts
 
-    def record_death(self) -> None:
-        """An engine died, or a start failed."""
+    def record_death(self, served_s: float = 0.0) -> None:
+        """An engine died after serving for so long, or a start failed."""
         self._death_times.append(self._clock())
+        self._num_in_row = 1 if served_s >= HEALTHY_LIFE_S else self._num_in_row + 1
 
     def delay_s(self) -> float | None:
         """How long to wait before the next start, drawn anew at each call: ask once per death. None: the window is
@@ -64,7 +69,7 @@ class RestartPolicy:
         """
         if self.is_spent:
             return None
-        if self.num_deaths <= 1:
+        if self._row <= 1:
             return FIRST_DELAY_S_MAX * self._random()
         return self._full_delay_s() * (0.5 + 0.5 * self._random())
 
@@ -74,7 +79,7 @@ class RestartPolicy:
         """
         if self.is_spent:
             return self.window_frees_in_s()
-        return (FIRST_DELAY_S_MAX * 0.5) if self.num_deaths <= 1 else self._full_delay_s() * 0.75
+        return (FIRST_DELAY_S_MAX * 0.5) if self._row <= 1 else self._full_delay_s() * 0.75
 
     def window_frees_in_s(self) -> float | None:
         """When a spent window allows a start again; 0 if it is not spent, None if it never will."""
@@ -84,6 +89,11 @@ class RestartPolicy:
             return None
         return self._death_times[0] + self._window_s - self._clock()
 
+    @property
+    def _row(self) -> int:
+        """Deaths in a row; those that have left the window are forgotten with it, unless more are allowed in it."""
+        return min(self._num_in_row, self.num_deaths) if self._max_restarts else self._num_in_row
+
     def _full_delay_s(self) -> float:
-        doublings = min(self.num_deaths - 2, _DOUBLINGS_MAX)
+        doublings = min(self._row - 2, _DOUBLINGS_MAX)
         return min(BASE_DELAY_S * 2.0**doublings, DELAY_S_MAX)

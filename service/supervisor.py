@@ -279,7 +279,7 @@ class Supervisor:
         self._last_death = death
         replica.num_deaths += 1
         replica.move_to(EngineState.DEAD, self._clock())
-        death.decision = self._decide(replica)
+        death.decision = self._decide(replica, engine.served_s)
         self._observer.on_replica_death(replica, death)
         if death.decision.gives_up:
             self._observer.on_last_hope_lost()
@@ -314,11 +314,11 @@ class Supervisor:
     def _has_given_up(self) -> bool:
         return self.gave_up.done() or (self._last_death is not None and self._last_death.decision.gives_up)
 
-    def _decide(self, replica: Replica) -> Decision:
+    def _decide(self, replica: Replica, served_s: float) -> Decision:
         """When the next engine is started in this place, if ever."""
         if replica.ready is None:
             return Decision(gives_up=True, is_first_start=True)
-        self._policy.record_death()
+        self._policy.record_death(served_s)
         delay_s = self._policy.delay_s()
         gives_up = False
         if delay_s is None:
@@ -353,7 +353,7 @@ class Supervisor:
         if engine is not None:
             engine.kill()
         replica.move_to(EngineState.BACKOFF, self._clock())
-        decision = self._decide(replica)
+        decision = self._decide(replica, 0.0)
         logs.get_logger().error(
             "engine not started", engine=str(replica.index), reason=error.strerror, restart_in_s=decision.restart_in_s
         )

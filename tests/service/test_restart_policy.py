@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.restart_policy import DELAY_S_MAX, FIRST_DELAY_S_MAX, RestartPolicy
+from service.restart_policy import DELAY_S_MAX, FIRST_DELAY_S_MAX, HEALTHY_LIFE_S, RestartPolicy
 
 
 class Clock:
@@ -38,6 +38,16 @@ def test_the_first_death_restarts_at_once_and_the_delays_then_double() -> None:
             delays.append(policy.delay_s())
         assert delays[0] == pytest.approx(FIRST_DELAY_S_MAX * random)
         assert delays[1:] == pytest.approx([share * min(0.5 * 2**k, 30.0) for k in range(11)])
+
+
+def test_a_death_after_a_healthy_life_begins_a_new_row() -> None:
+    """Only engines that die young make the next one wait; the bound counts all the same."""
+    policy = policy_of(4, random=1.0)
+    for served_s, delay_s in ((60.0, 0.05), (60.0, 0.05), (0.0, 0.5), (HEALTHY_LIFE_S, 0.05)):
+        policy.record_death(served_s)
+        assert policy.delay_s() == pytest.approx(delay_s)
+    policy.record_death(60.0)
+    assert policy.is_spent
 
 
 def test_the_first_delay_is_at_most_50_ms() -> None:
