@@ -30,6 +30,8 @@ long as the fault."""
 REFUSALS = frozenset({"UNAVAILABLE ENGINE_STARTING", "UNAVAILABLE ENGINE_DEAD"})
 SPOILED = frozenset({"INTERNAL INTERNAL", "INTERNAL STEP_FAILED", "INTERNAL POISON_REQUEST"})
 POISON_ENDS = SPOILED | {"UNAVAILABLE ENGINE_DEAD"}
+RECOVERY_LIMIT_S = 90.0
+"""From a fault to a probe that is served: a hang's deadline, a whole start on busy cores, a second try at it."""
 RUN_OF_TOKENS = 4
 """So many equal tokens at a shifted place tell tokens lost or repeated from tokens changed."""
 
@@ -244,6 +246,9 @@ def open_episode_faults(episodes: Sequence[Episode]) -> Iterator[Violation]:
             yield Violation("RECORD", f"{episode.fault}: {count} `fatal error` records, allowed are {wanted}")
         if episode.recovered_s == float("inf"):
             yield Violation("HUNG", f"{episode.fault}: the server did not serve again")
+        elif episode.recovered_s - episode.began_s > RECOVERY_LIMIT_S:
+            seconds = episode.recovered_s - episode.began_s
+            yield Violation("HUNG", f"{episode.fault}: the server served again only after {seconds:.0f} s")
 
 
 def _name(call: Call) -> str:

@@ -14,7 +14,7 @@ from tests.e2e.harness import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-FAULTS = ("kill", "raise in forward", "abort in step", "cancel storm", "kill twice", "clock")
+FAULTS = ("kill", "raise in forward", "cancel storm", "abort in step", "clock")
 """Signals, code, clients and the host: one each of what takes moments; hangs wait for their deadline."""
 LIMIT_S = 540.0
 
@@ -23,7 +23,7 @@ LIMIT_S = 540.0
 def storm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     """One run's verdict."""
     path = tmp_path_factory.mktemp("chaos") / "storm.json"
-    sizes = ["--faults", str(len(FAULTS)), "--streams", "24", "--asks", "12", "--clients", "6", "--seed", "1"]
+    sizes = ["--faults", str(len(FAULTS)), "--streams", "24", "--asks", "10", "--clients", "6", "--seed", "1"]
     command = [ROOT / "scripts" / "chaos", "run", "--scenario", "storm", "--cold", "--fault", *FAULTS, *sizes]
     run = subprocess.run([*command, "--json", path], capture_output=True, text=True, timeout=LIMIT_S, check=False)
     print(run.stdout, run.stderr)
@@ -41,6 +41,6 @@ def test_no_stream_notices_what_its_engine_goes_through(storm: dict[str, object]
 def test_the_storm_was_one(storm: dict[str, object]) -> None:
     """Every fault was committed, engines died of them, and streams were there to notice."""
     assert storm["faults"] == dict.fromkeys(FAULTS, 1)
-    assert storm["deaths"] == 4
+    assert storm["deaths"] == 2
     assert isinstance(storm["exact"], int)
     assert storm["exact"] >= 15

@@ -102,11 +102,14 @@ class _Site:
     def __init__(self, folder: Path) -> None:
         self._folder = str(folder)
         self._poisoned: set[int] = set()
+        self.is_serving = "scheduler.engine.process" not in sys.orig_argv
+        """Not what an engine does before it serves: a standby that warms up must not take a fault that is meant for the
+        engine beside it."""
 
     def at(self, place: str) -> None:
         """Commit what is armed here."""
         path = f"{self._folder}/once-{place}"
-        if not os.path.exists(path):  # noqa: PTH110 once per step, so cheaply
+        if not (self.is_serving or place == "loading") or not os.path.exists(path):  # noqa: PTH110 often, so cheaply
             return
         done = f"{self._folder}/done-{place}"
         try:
@@ -168,6 +171,17 @@ def _patch_runner(site: _Site, module: Any) -> None:
     _wrap(site, module, "sample", "sampling")
 
 
+def _patch_core(site: _Site, module: Any) -> None:
+    step = module.EngineCore.step
+
+    def first_step(self: Any) -> Any:
+        site.is_serving = True
+        module.EngineCore.step = step
+        return step(self)
+
+    module.EngineCore.step = first_step
+
+
 def _patch_startup(site: _Site, module: Any) -> None:
     _wrap(site, module, "load_model_runner", "loading")
 
@@ -178,6 +192,7 @@ def _patch_detokenizer(site: _Site, module: Any) -> None:
 
 PATCHES: dict[str, Callable[[_Site, Any], None]] = {
     "scheduler.core.scheduler": _patch_scheduler,
+    "scheduler.engine.engine_core": _patch_core,
     "scheduler.model.model_runner": _patch_runner,
     "scheduler.model.startup": _patch_startup,
     "service.detokenizer": _patch_detokenizer,
