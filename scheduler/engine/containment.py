@@ -5,11 +5,13 @@ logging, tensors, the runner. `EngineCore` asks whether the process is healthy, 
 `Containment` moves the scheduler alone, and only between steps.
 
 **Isolation.** The requests of a failed step are suspects. They are retried in halves: while the scheduler is confined
-to one group, the rest of the world waits, until each of the group has got past the place where it was (one more
-output token) or has ended; then comes the next group. If a step of a group fails, the suspects are those of that step,
-and they are split again; the rest of the group becomes a group of its own. A request whose step fails while it holds
-nothing else, in isolation, is the culprit and fails (STEP_FAILED). One that was alone in the batch from the start is
-tried once more, for a fault that passes is nobody's.
+to one group, the rest of the world waits, until each of the group has got past the place where it was (by one output
+token, at first) or has ended; then comes the next group. If a step of a group fails, the suspects are those of that
+step, and they are split again; the rest of the group becomes a group of its own. A request whose step fails while it
+holds nothing else, in isolation, is the culprit and fails (STEP_FAILED). One that was alone in the batch from the start
+is tried once more, for a fault that passes is nobody's. What fails in company alone, again and again, has no culprit
+either: each isolation that found none and is soon followed by another makes that one's groups stay apart for twice as
+many tokens, so that the failures stay few beside the tokens.
 
 **Out of memory** is nobody's fault until there is nothing left to save: steps get smaller (half the tokens of the one
 that failed), then fewer sequences share them (half as many), then the one sequence that does not fit in its smallest
@@ -35,6 +37,11 @@ from scheduler.messages import FailureKind, RequestFailure
 NUM_GOOD_STEPS_TO_DOUBLE = 64
 SMALLEST_CHUNK_TOKENS = 16
 """A step of one sequence is not cut any smaller; what it saves would no longer be worth the steps."""
+
+NUM_STEPS_TO_FORGET = 64
+"""A step that fails later than this after an isolation has nothing to do with it."""
+DISTANCE_TOKENS_MAX = 32
+"""Tokens that a group gets by itself, at most: all others wait meanwhile."""
 
 _OUT_OF_MEMORY_CLASSES = frozenset({"OutOfMemoryError"})
 _OUT_OF_MEMORY_TEXTS = ("can't allocate memory", "not enough memory")
@@ -80,6 +87,12 @@ class Containment:
         """Still to get past their places; the scheduler is confined to the first. Empty: no isolation."""
         self._places: dict[int, int] = {}
         """Suspect → its output tokens when its step failed."""
+        self._distance = 1
+        """Tokens beyond its place that get a suspect past it."""
+        self._is_fruitless = False
+        """Whether the last isolation found no culprit; so far, while there is one."""
+        self._num_steps_together = 0
+        """Good steps since the last isolation."""
         self._is_limited = False
         self._num_good_steps = 0
         """Since the bounds were last changed; counted while they are below the configured ones."""
@@ -101,15 +114,15 @@ class Containment:
         remaining = (self._suspects_of(group) for group in self._groups)
         self._groups = deque(group for group in remaining if group)
         if not self._groups:
-            self._places.clear()
-            self._scheduler.unconfine()
+            self._end_isolation()
             return False
         self._scheduler.vacate()
         self._scheduler.confine(self._groups[0])
         return True
 
     def step_succeeded(self) -> None:
-        """Count it, where bounds are to be raised again after enough of them."""
+        """Count it; bounds are raised again after enough of them."""
+        self._num_steps_together += 1
         if not self._is_limited:
             return
         self._num_good_steps += 1
@@ -137,6 +150,11 @@ class Containment:
             if len(suspects) == 1:
                 failures = self._fail(suspects[0], FailureKind.STEP_FAILED)
                 suspects = ()
+                self._is_fruitless = False
+        else:
+            is_again = self._is_fruitless and self._num_steps_together <= NUM_STEPS_TO_FORGET
+            self._distance = min(2 * self._distance, DISTANCE_TOKENS_MAX) if is_again else 1
+            self._is_fruitless = True
         middle = (len(suspects) + 1) // 2
         new_groups = (suspects[:middle], suspects[middle:], bystanders)
         self._groups.extendleft(group for group in reversed(new_groups) if group)
@@ -145,9 +163,13 @@ class Containment:
         if self._groups:
             self._scheduler.confine(self._groups[0])
         else:
-            self._places.clear()
-            self._scheduler.unconfine()
+            self._end_isolation()
         return failures
+
+    def _end_isolation(self) -> None:
+        self._places.clear()
+        self._num_steps_together = 0
+        self._scheduler.unconfine()
 
     def _is_done(self, group: Group) -> bool:
         """Whether the scheduler need not be confined to this group any longer: all of it is past, or what is not waits
@@ -162,7 +184,7 @@ class Containment:
 
     def _is_suspect(self, request_id: int) -> bool:
         num_output_tokens = self._scheduler.num_output_tokens(request_id)
-        return num_output_tokens is not None and num_output_tokens <= self._places[request_id]
+        return num_output_tokens is not None and num_output_tokens < self._places[request_id] + self._distance
 
     def _is_here(self, request_id: int) -> bool:
         return self._scheduler.num_output_tokens(request_id) is not None

@@ -20,7 +20,13 @@ from scheduler.codec import Message
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.output import StepPlan
 from scheduler.core.scheduler import Scheduler
-from scheduler.engine.containment import NUM_GOOD_STEPS_TO_DOUBLE, SMALLEST_CHUNK_TOKENS, Cause, cause_of
+from scheduler.engine.containment import (
+    NUM_GOOD_STEPS_TO_DOUBLE,
+    NUM_STEPS_TO_FORGET,
+    SMALLEST_CHUNK_TOKENS,
+    Cause,
+    cause_of,
+)
 from scheduler.engine.engine_core import EngineCore
 from scheduler.flight_record import StepShape
 from scheduler.messages import Abort, FailureKind, Phase, StepOutputs, Submit
@@ -237,6 +243,61 @@ def test_two_that_fail_only_together_both_get_their_tokens() -> None:
     )
     world.run()
     world.check()
+
+
+@pytest.mark.parametrize("max_tokens", [40, 100])
+def test_what_fails_only_together_is_kept_apart_for_longer_each_time(max_tokens: int) -> None:
+    """Isolations that find nobody and soon begin again get longer: their number is far below that of the tokens."""
+    world = World()
+    world.fail_when(lambda plan: len(plan.seq_ids) > 2, lambda: ValueError("together"))
+    world.submit(innocents(range(1, 5), max_tokens=max_tokens))
+    world.run()
+    world.check()
+    num_isolations = sum("where" in record for record in world.records)
+    assert 4 <= num_isolations <= 5 + max_tokens / 32
+
+
+def steps_apart(world: World) -> list[Sequence[int]]:
+    """The steps of an isolation of requests 1 and 2: from the next failure on until they are together again."""
+    num_failed_steps = world.num_failed_steps
+    while world.num_failed_steps == num_failed_steps:
+        world.step()
+    in_steps: list[Sequence[int]] = []
+    while True:
+        world.step()
+        if len(world.scheduler.step_request_ids) == 2:
+            return in_steps
+        in_steps.append(world.scheduler.step_request_ids)
+
+
+def test_an_isolation_is_longer_only_soon_after_another() -> None:
+    """A fault that passes keeps its requests apart for one token; soon after another, for two; later, for one again."""
+    world = World(max_num_batched_tokens=256)
+    first, soon = 5, 12
+    late = soon + 4 + NUM_STEPS_TO_FORGET + 2
+    world.fail_when(lambda _: len(world.plans) in {first, soon, late}, lambda: ValueError("passes"))
+    world.submit(innocents([1, 2], max_tokens=110))
+    assert steps_apart(world) == [(1,), (2,)]
+    assert steps_apart(world) == [(1,), (1,), (2,), (2,)]
+    assert steps_apart(world) == [(1,), (2,)]
+    world.run()
+    world.check()
+
+
+def test_an_isolation_that_found_its_culprit_makes_none_longer() -> None:
+    """A fault that passes right after a culprit was found keeps its requests apart for one token."""
+    world = World()
+    fault_at: set[int] = set()
+    world.fail_when(
+        lambda plan: len(world.plans) in fault_at or holds(world, plan, POISON_IDS[:1]), lambda: ValueError("bad")
+    )
+    world.submit([*innocents([1, 2], max_tokens=100), make_submit(3, [POISON_IDS[0]])])
+    while not world.failures:
+        world.step()
+    fault_at.add(len(world.plans) + 3)
+    assert steps_apart(world) == [(1,), (2,)]
+    world.run()
+    world.check(failed={3})
 
 
 def test_a_culprit_is_found_in_a_logarithm_of_steps() -> None:
