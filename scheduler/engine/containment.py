@@ -7,9 +7,9 @@ logging, tensors, the runner. `EngineCore` asks whether the process is healthy, 
 **Isolation.** The requests of a failed step are suspects. They are retried in halves: while the scheduler is confined
 to one group, the rest of the world waits, until each of the group has got past the place where it was (by one output
 token, at first) or has ended; then comes the next group. If a step of a group fails, the suspects are those of that
-step, and they are split again; the rest of the group becomes a group of its own. A request whose step fails while it
-holds nothing else, in isolation, is the culprit and fails (STEP_FAILED). One that was alone in the batch from the start
-is tried once more, for a fault that passes is nobody's. What fails in company alone, again and again, has no culprit
+step, and they are split again; the rest of the group becomes a group of its own. A request whose steps failed twice in
+one place, the second time with nothing else in it, is the culprit and fails (STEP_FAILED). Once is not enough, not even
+for one that was alone: a fault that passes is nobody's. What fails in company alone, again and again, has no culprit
 either: each isolation that found none and is soon followed by another makes that one's groups stay apart for twice as
 many tokens, so that the failures stay few beside the tokens.
 
@@ -19,7 +19,7 @@ chunk fails (OUT_OF_MEMORY). `NUM_GOOD_STEPS_TO_DOUBLE` good steps later the bou
 configured ones. It goes on within an isolation too, and leaves its groups as they are.
 
 **Why it ends.** Each failure either removes a request, or lowers a bound that only good steps raise, or splits a group
-into smaller ones; a group of one that fails removes its request. Each group that succeeds leaves each of its requests
+into smaller ones; a group of one that fails removes its request, or has got a token since. Each group that succeeds leaves each of its requests
 a token longer, and requests are finite. So between two failures that split nothing, lower nothing and remove nothing
 somebody got a token.
 """
@@ -147,7 +147,7 @@ class Containment:
         if self._groups:
             group = self._groups.popleft()
             bystanders = tuple(request_id for request_id in self._suspects_of(group) if request_id not in suspects)
-            if len(suspects) == 1:
+            if len(suspects) == 1 and self._is_at_its_place(suspects[0]):
                 failures = self._fail(suspects[0], FailureKind.STEP_FAILED)
                 suspects = ()
                 self._is_fruitless = False
@@ -185,6 +185,10 @@ class Containment:
     def _is_suspect(self, request_id: int) -> bool:
         num_output_tokens = self._scheduler.num_output_tokens(request_id)
         return num_output_tokens is not None and num_output_tokens < self._places[request_id] + self._distance
+
+    def _is_at_its_place(self, request_id: int) -> bool:
+        """Whether it has not got a token since its step failed before."""
+        return self._scheduler.num_output_tokens(request_id) == self._places.get(request_id)
 
     def _is_here(self, request_id: int) -> bool:
         return self._scheduler.num_output_tokens(request_id) is not None

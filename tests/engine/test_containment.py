@@ -217,6 +217,18 @@ def test_a_fault_that_passes_is_nobodys() -> None:
         assert world.num_failed_steps == 1
 
 
+def test_a_fault_at_another_place_is_not_the_second_one() -> None:
+    """One that got past its place and fails further on, alone in an isolation, is tried there once more."""
+    world = World(max_num_batched_tokens=256)
+    world.fail_when(lambda _: len(world.plans) in {5, 12, 14}, lambda: ValueError("passes"))
+    world.submit(innocents([1, 2], max_tokens=30))
+    while len(world.plans) < 14:
+        world.step()
+    assert [len(plan.seq_ids) for plan in world.plans[11:14]] == [2, 1, 1]
+    world.run()
+    world.check()
+
+
 def test_several_culprits_are_all_found() -> None:
     """Each of several poisons in one batch is found; the innocents between them live."""
     world = World()
