@@ -19,9 +19,9 @@ chunk fails (OUT_OF_MEMORY). `NUM_GOOD_STEPS_TO_DOUBLE` good steps later the bou
 configured ones. It goes on within an isolation too, and leaves its groups as they are.
 
 **Why it ends.** Each failure either removes a request, or lowers a bound that only good steps raise, or splits a group
-into smaller ones; a group of one that fails removes its request, or has got a token since. Each group that succeeds leaves each of its requests
-a token longer, and requests are finite. So between two failures that split nothing, lower nothing and remove nothing
-somebody got a token.
+into smaller ones; a group of one that fails removes its request, or has got a token since. Each group that succeeds
+leaves each of its requests a token longer, and requests are finite. So between two failures that split nothing, lower
+nothing and remove nothing somebody got a token.
 """
 
 from __future__ import annotations
