@@ -231,8 +231,11 @@ def test_a_process_without_a_configuration_has_its_imports_behind_it() -> None:
         assert engine.read_until(LoadProgress).stage == "imports"
         # Its own thread and that of its log. numpy's library starts threads at its import, unless told not to.
         assert engine.read_until(LoadProgress).stage == "warm=True threads=2"
+        told_s = time.monotonic()
         engine.send(EngineConfig(model="/nowhere/at/all"))
-        report = read_all(engine.connection)[-1]
+        weights, report = read_all(engine.connection)
+        assert isinstance(weights, LoadProgress)
+        assert weights.elapsed_s <= time.monotonic() - told_s  # the time it waited is nobody's loading time
         assert isinstance(report, EngineFailed)
         assert "does not exist" in report.message
         assert engine.child.wait(EXIT_TIMEOUT_S) == 1

@@ -195,3 +195,21 @@ def test_the_profile_used_longest_ago_gives_way(profiles_directory: Path) -> Non
     assert len(names) == FILES_MAX
     assert "1" not in names
     assert {"0", "2", "new"} <= names
+
+
+def test_a_name_from_the_hub_is_known_by_the_files_it_was_loaded_from(
+    model_dir: ModelDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The key follows the snapshot that the revision leads to, as the hub's own cache has it."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--some--model"
+    (repository / "refs").mkdir(parents=True)
+    for commit, branch in (("a" * 40, "main"), ("b" * 40, "next")):
+        shutil.copytree(model_dir("llama"), repository / "snapshots" / commit)
+        (repository / "refs" / branch).write_text(commit)
+    config = EngineConfig(model=model_dir("llama"), num_threads=1, attention_backend="reference")
+    loaded = examine(load_weights(config), None)
+    backend = startup._make_backend(config, loaded, 1)
+    main = replace(config, model="some/model")
+    assert key_of(main, loaded, backend) == key_of(replace(main, revision="main"), loaded, backend) is not None
+    assert key_of(replace(main, revision="next"), loaded, backend) != key_of(main, loaded, backend)

@@ -282,11 +282,13 @@ def test_a_reset_forgets_every_sequence_and_keeps_the_pool(driver: Driver, model
     runner.reset()
     assert all(torch.equal(now, was) for now, was in zip(pool_of(runner), before, strict=True))
     assert len(runner._batch._slot_of) == 0
+    num_seats = len(runner._batch._state)
     again = Driver(runner)
     again._free = [block for block in again._free if block not in full_blocks]
     for seq_id in range(1, 9):  # every seat, the old ids among them
         again.add(seq_id, prompt, shared_blocks=full_blocks)
     again.decode(range(1, 9), 5)
+    assert len(runner._batch._state) == num_seats
     for seq_id in range(1, 9):
         assert_exact(model_dir("llama"), again.tokens[seq_id], len(prompt))
 

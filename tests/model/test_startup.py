@@ -46,12 +46,12 @@ def test_every_stage_is_announced_as_it_begins(model_dir: ModelDir) -> None:
 def test_on_a_cpu_a_standby_lacks_nothing_but_its_pool(model_dir: ModelDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """All stages but the pool's are over before it is activated, and what they computed in is given back."""
     stages: list[str] = []
-    pools: list[weakref.ref[PagedKVCache]] = []
+    pools: list[weakref.ref[torch.Tensor]] = []
     make = PagedKVCache.__init__
 
     def count(self: PagedKVCache, *args: Any, **kwargs: Any) -> None:
-        pools.append(weakref.ref(self))
         make(self, *args, **kwargs)
+        pools.extend(weakref.ref(tensor) for layer in self.layers for tensor in layer)
 
     monkeypatch.setattr(PagedKVCache, "__init__", count)
     config = EngineConfig(
