@@ -25,6 +25,8 @@ from scheduler.model.kv_cache import PagedKVCache
 from scheduler.model.paged_attention import PagedAttention
 from scheduler.model.sampler import sample
 
+PROBE_SEQ_ID = -1
+"""No sequence of a scheduler has it."""
 PROBE_TOKENS_MAX = 8
 
 
@@ -67,55 +69,14 @@ class ModelRunner:
         self._batch = batch
         self._device = torch.device(info.device)
 
+    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Computes one step; `StepPlan` says what it changes and what it computes.
 
         A plan that breaks the protocol is our bug and raises AssertionError or KeyError before anything is computed.
         After any exception what is known of the sequences may be half of a step's: `reset`, and tell them again.
         """
-        return self._execute(self._batch, plan)
-
-    def reset(self) -> None:
-        """Forgets every sequence. The pools keep their contents: what earlier steps computed stays good."""
-        self._batch.reset()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()  # what a step that ran out of memory left may be in pieces of the wrong size
-
-    def probe(self) -> None:
-        """Runs a step known to be harmless, in the scratch block: does this process still compute at all?
-
-        Raises UnhealthyRunnerError if the result is no number, and whatever the step raises. Sequences are not touched.
-        """
-        num_tokens = min(PROBE_TOKENS_MAX, self._kv_cache.block_size, self.info.max_model_len)
-        batch = InputBatch(
-            max_num_seqs=1,
-            max_model_len=num_tokens,
-            block_size=self._kv_cache.block_size,
-            vocab_size=self.info.vocab_size,
-        )
-        sequence = NewSequence(
-            seq_id=0,
-            index=0,
-            token_ids=[token_id % self.info.vocab_size for token_id in range(num_tokens)],
-            num_prompt_tokens=num_tokens,
-            sampling=SamplingParams(),
-            stopping=StoppingParams(max_tokens=1),
-            block_ids=(self._kv_cache.scratch_block_id,),
-            num_computed_tokens=0,
-        )
-        plan = StepPlan(
-            step_id=0,
-            seq_ids=(0,),
-            num_scheduled_tokens=(num_tokens,),
-            sampled_seq_ids=(0,),
-            num_batched_tokens=num_tokens,
-            new=(sequence,),
-        )
-        if self._execute(batch, plan).non_finite_seq_ids:
-            raise UnhealthyRunnerError("the logits of a step known to be harmless are not finite")
-
-    @torch.inference_mode()
-    def _execute(self, batch: InputBatch, plan: StepPlan) -> StepResult:
+        batch = self._batch
         batch.apply(plan)
         if not plan.seq_ids:
             return StepResult(())
@@ -133,6 +94,44 @@ class ModelRunner:
             logprobs={seq_ids[row]: logprobs for row, logprobs in sampled.logprobs.items()},
             non_finite_seq_ids=[seq_ids[row] for row, token_id in enumerate(sampled.token_ids) if token_id < 0],
         )
+
+    def reset(self) -> None:
+        """Forgets every sequence. The pools keep their contents: what earlier steps computed stays good."""
+        self._batch.reset()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # what a step that ran out of memory left may be in pieces of the wrong size
+
+    def probe(self) -> None:
+        """Runs a step known to be harmless, in the scratch block: does this process still compute at all?
+
+        It goes the way of every step, so that what breaks them all breaks it, too; sequences are not touched. Raises
+        UnhealthyRunnerError if the result is no number, and whatever the step raises.
+        """
+        num_tokens = min(PROBE_TOKENS_MAX, self._kv_cache.block_size, self.info.max_model_len)
+        sequence = NewSequence(
+            seq_id=PROBE_SEQ_ID,
+            index=0,
+            token_ids=[token_id % self.info.vocab_size for token_id in range(num_tokens)],
+            num_prompt_tokens=num_tokens,
+            sampling=SamplingParams(),
+            stopping=StoppingParams(max_tokens=1),
+            block_ids=(self._kv_cache.scratch_block_id,),
+            num_computed_tokens=0,
+        )
+        plan = StepPlan(
+            step_id=0,
+            seq_ids=(PROBE_SEQ_ID,),
+            num_scheduled_tokens=(num_tokens,),
+            sampled_seq_ids=(PROBE_SEQ_ID,),
+            num_batched_tokens=num_tokens,
+            new=(sequence,),
+        )
+        try:
+            result = self.execute(plan)
+        finally:
+            self._batch.apply(StepPlan(0, (), (), (), 0, finished_seq_ids=(PROBE_SEQ_ID,)))
+        if result.non_finite_seq_ids:
+            raise UnhealthyRunnerError("the logits of a step known to be harmless are not finite")
 
     @torch.inference_mode()
     def compute_logits(self, inputs: StepInputs) -> torch.Tensor:
