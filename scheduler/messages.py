@@ -159,7 +159,7 @@ class LoadProgress:
     stage: str
     """One or two words, lower case: `imports`, `weights`, `memory profile`, `warm-up`."""
     elapsed_s: float
-    """Seconds since the engine process began."""
+    """Seconds since the engine process began, or was given its configuration after waiting for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +183,8 @@ class Ready:
     max_num_seqs: int
     max_num_batched_tokens: int
     startup_s: float
-    """From the process's start; for a standby, from `Activate` on."""
+    """From the process's start; for one that had done its imports ahead, from its configuration on; for a standby, from
+    `Activate` on."""
     step_s_per_token: float = 0.0
     """Duration of the largest step over its tokens, measured once: what a deadline for a step's work goes by."""
 
