@@ -66,6 +66,9 @@ class Outcome:
     num_refused: int = 0
     num_near_ties: int = 0
     num_hung: int = 0
+    num_convicted: int = 0
+    """Innocents that the second death of one fault made look like killers; see `rules.py`."""
+    episodes: list[Episode] = field(default_factory=list)
     ends: Counter[str] = field(default_factory=Counter)
     recovery_s: list[float] = field(default_factory=list)
     """From each fault that killed to a probe's end."""
@@ -176,6 +179,7 @@ class Arena:
         outcome.num_exact += verdict.num_exact
         outcome.num_cut += verdict.num_cut
         outcome.num_refused += verdict.num_refused
+        outcome.num_convicted += verdict.num_convicted
         outcome.num_hung += sum(call.ended_s is None for call in calls)
         outcome.num_streams += sum(call.ended_s is not None and not call.is_refusal for call in calls)
         outcome.ends += verdict.ends or Counter()
@@ -254,10 +258,13 @@ async def arena(outcome: Outcome, flags: Sequence[str], seed: int) -> AsyncItera
         triggers = Triggers(Path(folder))
         crash_flag = f"--crash-dir={folder}/crashes"
         async with running([*flags, crash_flag], triggers.environment) as server, connect(server.address) as client:
+            ring = Arena(server, client, triggers, outcome, seed)
             try:
-                yield Arena(server, client, triggers, outcome, seed)
+                yield ring
             except BenchmarkError as error:
                 outcome.blame("HUNG" if server.status is None else "EXIT", str(error))
+            finally:
+                outcome.episodes += ring.episodes
 
 
 def as_json(outcome: Outcome) -> dict[str, Any]:
@@ -273,6 +280,16 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
         "refused": outcome.num_refused,
         "near_ties": outcome.num_near_ties,
         "hung": outcome.num_hung,
+        "convicted": outcome.num_convicted,
+        "episodes": [
+            {
+                "fault": one.fault,
+                "began_s": one.began_s,
+                "took_s": None if one.recovered_s == float("inf") else one.recovered_s - one.began_s,
+                "death_ids": one.death_ids,
+            }
+            for one in outcome.episodes
+        ],
         "ends": dict(outcome.ends),
         "recovery_s": outcome.recovery_s,
         "silence_s_max": outcome.silence_s_max,

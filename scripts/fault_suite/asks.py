@@ -7,6 +7,7 @@ has none.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -18,6 +19,7 @@ from scripts.fault_suite.history import Ask
 PROMPT_TOKENS = (3, 160)
 OUTPUT_TOKENS = (6, 64)
 SHARED_PREFIX_TOKENS = 64
+FIRST_LEAVER = -1_000_000
 LEAVERS = 0.12
 """Share of the streams whose clients go away before the end."""
 TEXTS = (
@@ -41,14 +43,18 @@ def pool(seed: int, num_asks: int, vocab_size: int, avoid: Sequence[int] = ()) -
 
 
 def stream(seed: int, asks: Sequence[Ask], leavers: float = LEAVERS) -> Iterator[Ask]:
-    """Asks of the pool without end, some of them by clients that will not stay."""
+    """Asks of the pool without end; between them those of clients that will not stay.
+
+    Those are asked once each. A server may keep a suspicion of a request whose caller left in a death, and run the like
+    of it alone later on: another death just then would rightly convict it, though by two faults.
+    """
     rng = random.Random(f"{seed} stream")  # noqa: S311 no secret depends on it
-    while True:
-        ask = rng.choice(asks)
+    for number in itertools.count():
         if rng.random() < leavers:
-            yield replace(ask, leave_after_tokens=rng.randrange(ask.max_tokens))
+            max_tokens = log_uniform(rng, *OUTPUT_TOKENS)
+            yield replace(endless(FIRST_LEAVER - number, max_tokens), leave_after_tokens=rng.randrange(max_tokens))
         else:
-            yield ask
+            yield rng.choice(asks)
 
 
 def endless(number: int, max_tokens: int = 2000) -> Ask:

@@ -128,3 +128,10 @@ class Episode:
     deaths_max: int = 0
     num_spoiled_max: int = 0
     """How many streams may end INTERNAL because the fault was in what was done for them alone."""
+
+    @property
+    def num_convicted_max(self) -> int:
+        """How many requests it may make look like killers: one for each death after its first, for whoever was being
+        tried alone just then.
+        """
+        return max(0, len(self.death_ids) - 1)

@@ -15,6 +15,7 @@ END_LIMIT_S = 120.0
 STALL_LIMIT_S = 240.0
 """No stream has ended for so long: the run is over."""
 REFERENCE_LIMIT_S = 900.0
+MOVED_ON_TOKENS = 8
 
 
 class Load:
@@ -49,6 +50,15 @@ class Load:
         """Streams that have had something and go on."""
         return sum(call.ended_s is None and bool(call.messages) for call in self.calls[-4 * self._num_clients :])
 
+    def has_moved_on(self, since_s: float) -> bool:
+        """Whether each stream that was open then has ended, or has had some tokens since: nobody is on trial for what
+        happened before.
+        """
+        open_calls = (call for call in self.calls if call.sent_s <= since_s and (call.ended_s or since_s) >= since_s)
+        return all(
+            call.ended_s is not None or _num_tokens_since(call, since_s) >= MOVED_ON_TOKENS for call in open_calls
+        )
+
     def check_progress(self) -> None:
         """Raises BenchmarkError if nothing ends any more: the open calls then count as hung."""
         for task in self._tasks:
@@ -70,15 +80,8 @@ class Load:
         return len(hanging)
 
 
-async def attempt_all(client: Client, asks: Sequence[Ask], limit_s: float) -> list[Call]:
-    """All at once, each to its end or until the time is up: then it stays open in its history."""
-    calls = [Call(ask, time.monotonic()) for ask in asks]
-    tasks = [asyncio.create_task(client.attempt(call)) for call in calls]
-    await asyncio.wait(tasks, timeout=limit_s)
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    return calls
+def _num_tokens_since(call: Call, since_s: float) -> int:
+    return sum(len(message.token_ids) for message in call.messages if message.at_s > since_s)
 
 
 async def reference(client: Client, asks: Sequence[Ask], num_clients: int) -> dict[int, Answer]:

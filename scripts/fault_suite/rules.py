@@ -10,6 +10,8 @@ Whatever happens to the engine, a client may see this and nothing else:
   when to come back; with `fail`, UNAVAILABLE ENGINE_DEAD with the id of a death that is in the log; INTERNAL, if it is
   the poison, or is the one stream that a fault spoils. With `replay`, a stream that was there before the fault has no
   other end than OK.
+- A fault that kills twice may convict one request for each death after the first: that which was being tried alone when
+  it came. It and its like are told POISON_REQUEST from then on; they are counted apart.
 - It ends. A call that is open when the run is over has hung.
 """
 
@@ -74,6 +76,8 @@ class Verdict:
     num_cut: int = 0
     """Cut off by a cancel or a death that `fail` lets through; what they had was right."""
     num_refused: int = 0
+    num_convicted: int = 0
+    """Innocent requests that a second death of one fault made look like killers."""
     ends: Counter[str] | None = None
 
 
@@ -81,12 +85,15 @@ def judge(calls: Iterable[Call], answers: Mapping[int, Answer], episodes: Sequen
     """All rules, over all calls of one run."""
     verdict = Verdict([], [], ends=Counter())
     spoiled: Counter[int] = Counter()
+    calls = list(calls)
+    convicted = _convicted(calls, episodes)
+    verdict.num_convicted = len(convicted)
     assert verdict.ends is not None
     for call in calls:
         verdict.ends["left" if call.left_s is not None else call.status.name if call.status else "open"] += 1
         verdict.violations += shape_faults(call)
         end = end_fault(call, episodes, mode)
-        if end is not None:
+        if end is not None and not _is_convicted(call, convicted):
             place = _spoiling_episode(call, episodes) if end.kind == "BAD END" else None
             if place is None:
                 verdict.violations.append(end)
@@ -101,6 +108,29 @@ def judge(calls: Iterable[Call], answers: Mapping[int, Answer], episodes: Sequen
         if count > episodes[place].num_spoiled_max
     ]
     return verdict
+
+
+def _convicted(calls: Sequence[Call], episodes: Sequence[Episode]) -> dict[int, float]:
+    """Asks that were convicted by faults that may: when each was first told so."""
+    first: dict[int, float] = {}
+    for call in calls:
+        if call.status is not None and call.status.reason == "POISON_REQUEST" and not call.ask.is_poison:
+            number = call.ask.number
+            first[number] = min(first.get(number, float("inf")), call.ended_s or float("inf"))
+    allowed: dict[int, float] = {}
+    for episode in episodes:
+        until_s = episode.recovered_s + REFUSAL_SLACK_S
+        some = sorted((at_s, number) for number, at_s in first.items() if episode.began_s <= at_s <= until_s)
+        allowed |= {number: at_s for at_s, number in some[: episode.num_convicted_max]}
+    return allowed
+
+
+def _is_convicted(call: Call, convicted: Mapping[int, float]) -> bool:
+    """It, or its like, was told so, and this is what it is told from then on."""
+    status = call.status
+    if status is None or status.name != "INTERNAL POISON_REQUEST" or status.pushback_ms != -1:
+        return False
+    return call.ended_s is not None and convicted.get(call.ask.number, float("inf")) <= call.ended_s
 
 
 def shape_faults(call: Call) -> Iterator[Violation]:
@@ -168,9 +198,6 @@ def _pushback_fault(call: Call, status: Status) -> Violation | None:
         return Violation("BAD END", f"{_name(call)} ended {status.name} without a pushback")
     if status.code == "INTERNAL" and status.pushback_ms >= 0:
         return Violation("BAD END", f"{_name(call)} is the culprit and was told to come back")
-    if call.messages and status.pushback_ms >= 0 and status.reason == "ENGINE_DEAD":
-        # A retry by its library would begin anew and repeat what it has.
-        return Violation("BAD END", f"{_name(call)} had {len(call.token_ids)} tokens and was told to come back")
     return None
 
 

@@ -116,6 +116,8 @@ async def _strike_all(ring: Arena, streams: Load, plan: Sequence[faults.Fault], 
         await asyncio.sleep(ring.rng.uniform(0.1, 1.0))
         episode = await ring.strike(fault)
         streams.check_progress()
+        # One fault at a time: the next one does not come while somebody is on trial for this one.
+        await ring.server.until(lambda episode=episode: streams.has_moved_on(episode.recovered_s), SHARE_LIMIT_S)  # type: ignore[misc]
         _say(
             f"  {place + 1} of {len(plan)}: {fault.name}: {len(episode.death_ids)} deaths, "
             f"{episode.recovered_s - episode.began_s:.1f} s; {streams.num_ended} streams so far"

@@ -175,12 +175,12 @@ def test_a_death_that_no_record_has_is_found() -> None:
 
 
 def test_with_fail_a_death_ends_its_streams() -> None:
-    """ENGINE_DEAD with a pushback, which is −1 for those that have had tokens: a retry would repeat them."""
+    """ENGINE_DEAD with a pushback: −1 for those of the dying step, the others are told when to come back."""
     assert kinds(call(IDS[:5]), mode=FAIL) == []
     assert verdict(call(IDS[:5]), mode=FAIL).num_cut == 1
     told = call(IDS[:5])
     told.status = replace(DEAD, pushback_ms=500)
-    assert kinds(told, mode=FAIL) == ["BAD END"]
+    assert kinds(told, mode=FAIL) == []
     told.status = replace(DEAD, pushback_ms=None)
     assert kinds(told, mode=FAIL) == ["BAD END"]
     assert kinds(call(IDS[:5]), mode=FAIL, episodes=()) == ["BAD END"]
@@ -211,6 +211,20 @@ def test_only_as_many_streams_are_spoiled_as_a_fault_may_spoil() -> None:
     assert kinds(spoiled, episodes=(fault,)) == []
     assert kinds(spoiled, spoiled, episodes=(fault,)) == ["BAD END"]
     assert kinds(spoiled) == ["BAD END"]
+
+
+def test_a_second_death_may_convict_one_innocent() -> None:
+    """One for each death after the first, and from then on its like; a single death convicts nobody."""
+
+    def convicted(number: int, ended_s: float) -> Call:
+        ask = Ask(number, FIELDS)
+        return Call(ask, 9.0, ended_s=ended_s, status=Status("INTERNAL", "POISON_REQUEST", "", -1))
+
+    twice = replace(KILL, fault="kill twice", death_ids=[DEATH, "second"], deaths_max=2)
+    found = verdict(convicted(3, 11.0), convicted(3, 30.0), episodes=(twice,))
+    assert (found.violations, found.num_convicted) == ([], 1)
+    assert kinds(convicted(3, 11.0), convicted(4, 11.5), episodes=(twice,)) == ["BAD END"]
+    assert kinds(convicted(3, 11.0)) == ["BAD END"]
 
 
 def test_a_poison_is_told_never_to_come_back() -> None:
