@@ -22,9 +22,9 @@ from collections.abc import Callable, Sequence
 
 from scheduler import logs
 from scheduler.flight_record import FlightRecord
-from scheduler.messages import Submit
+from scheduler.messages import Phase, Submit
 from service.blame import Blame, Suspect
-from service.crash_report import RequestFacts
+from service.crash_report import LABEL_CHARS_MAX, RequestFacts
 from service.death import Aftermath, Death
 from service.engine import Engine
 from service.errors import CallError, EngineDeadError, PoisonRequestError
@@ -37,7 +37,6 @@ from service.supervisor import Supervisor
 FRUITLESS_DEATHS_MAX = 3
 ATTEMPTS_MAX = 100
 """However well it goes on each time."""
-LABEL_CHARS_MAX = 64
 
 
 class Dispatcher:
@@ -112,7 +111,7 @@ class Dispatcher:
         """A step has brought a stream something."""
         entry = stream.entry
         self._router.on_output(stream.request_id, num_tokens)
-        if entry.sent is not None and entry.sent.alone_until and entry.is_past_its_place:
+        if entry.sent is not None and entry.gets_past_its_place(num_tokens):
             self._blame.cleared(entry.sent)
         if entry.is_finished:
             self._router.on_end(stream.request_id)
@@ -130,19 +129,21 @@ class Dispatcher:
         assert engine is not None
         streams = engine.client.detach()
         in_step, left_ids = _in_step(engine, death.record, streams)
-        others = [stream for stream in streams if stream not in set(in_step)]
+        suspected_ids = {stream.request_id for stream in in_step}
+        others = [stream for stream in streams if stream.request_id not in suspected_ids]
         self._router.on_death(replica.index)
         for stream in streams:
             self._replica_of.pop(stream.request_id, None)
         suspects = [_suspect(stream.entry) for stream in in_step]
         killer_id = self._blame.on_death(replica.index, suspects, left_ids).killer_id
+        make_poison_error = functools.partial(PoisonRequestError, death.death_id)
         aftermath = death.aftermath
         aftermath.requests = [_facts(stream.entry) for stream in in_step]
         aftermath.killer_id = killer_id
         for stream in in_step:
             if stream.request_id == killer_id:
                 aftermath.killer_label = stream.entry.label[:LABEL_CHARS_MAX]
-                self._end(stream, PoisonRequestError, aftermath)
+                self._end(stream, make_poison_error, aftermath)
                 continue
             entry = stream.entry
             entry.num_fruitless_deaths = 0 if entry.has_progressed else entry.num_fruitless_deaths + 1
@@ -150,7 +151,7 @@ class Dispatcher:
         for stream in others:
             self._go_on_or_end(stream, death, aftermath, in_step=False)
         if killer_id is not None:
-            self._end_twins(aftermath)
+            self._end_twins(make_poison_error, aftermath)
         self._send_waiting()
 
     # The walk of a stream
@@ -171,7 +172,7 @@ class Dispatcher:
         stream.end(make_error)
         aftermath.num_ended += 1
 
-    def _end_twins(self, aftermath: Aftermath) -> None:
+    def _end_twins(self, make_error: Callable[[], CallError], aftermath: Aftermath) -> None:
         """The like of a killer, wherever it waits or runs: it would kill, too."""
         for request_id, stream in self._streams.items():
             if stream.is_over or not self._blame.is_poison(stream.entry.submit):
@@ -181,7 +182,7 @@ class Dispatcher:
             if replica is not None and replica.engine is not None:
                 self._router.on_end(request_id)
                 replica.engine.client.leave(request_id, abort=True)
-            self._end(stream, PoisonRequestError, aftermath)
+            self._end(stream, make_error, aftermath)
 
     def _send_waiting(self) -> None:
         """Innocents first: they go on at once, and a suspect's death would cost them another start."""
@@ -214,7 +215,7 @@ class Dispatcher:
         self._replica_of[stream.request_id] = replica
         replica.engine.send(stream, submit)
         if stream.entry.num_sent > 1:
-            logs.get_logger().info(
+            logs.get_logger().debug(  # a crowd's lines; how many there are is in the death's record
                 "stream goes on",
                 request_id=stream.entry.label,
                 engine=index,
@@ -228,10 +229,13 @@ def _in_step(
     engine: Engine, record: FlightRecord, streams: Sequence[RequestStream]
 ) -> tuple[list[RequestStream], tuple[int, ...]]:
     """Those of the streams that are in the engine's present step, and the numbers of others in it, whose callers left.
-    Where no step was made yet it is all that the engine had taken.
+    Where no step was made yet it is all that the engine had taken; while it was taking some, all that it was sent, for
+    it tells how many it took only after that.
     """
     request_ids = engine.request_ids_in_step(record)
     if request_ids is None:
+        if record.phase is Phase.DRAIN:
+            return list(streams), ()
         num_received = record.num_messages_received
         return [stream for stream in streams if stream.entry.was_received(num_received)], ()
     in_step = [stream for stream in streams if stream.request_id in request_ids]

@@ -62,10 +62,12 @@ class JournalEntry:
         """Whether the present attempt has brought a token."""
         return self.sent is not None and self.num_output_tokens > len(self.sent.resume_token_ids)
 
-    @property
-    def is_past_its_place(self) -> bool:
-        """True of a suspect that has got past the place where an engine died."""
-        return self.sent is not None and self.num_output_tokens >= self.sent.alone_until
+    def gets_past_its_place(self, num_new_tokens: int) -> bool:
+        """True of a suspect that, with the last `num_new_tokens` it got, is past the place where an engine died."""
+        if self.sent is None:
+            return False
+        num_tokens = self.num_output_tokens
+        return num_tokens - num_new_tokens < self.sent.alone_until <= num_tokens
 
     def next_attempt(self, alone_until: int) -> Submit:
         """What the next engine is told: go on behind the last token that came."""

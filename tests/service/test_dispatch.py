@@ -8,6 +8,8 @@ import signal
 
 import pytest
 
+from scheduler.messages import Phase, Submit
+from service.blame import Blame
 from service.errors import EngineDeadError, PoisonRequestError
 from tests.service.fake_engine import Trigger, tokens_of
 from tests.service.rig import collect, error_of, rig
@@ -92,8 +94,10 @@ async def test_five_of_the_same_poison_at_once(log: CapturedLogs) -> None:
     async with rig(max_restarts=9) as run:
         streams = [run.generate(poisoned(number, Trigger.SIGKILL), replay=True) for number in range(1, 6)]
         errors = await asyncio.gather(*(error_of(stream) for stream in streams))
-        assert all(isinstance(error, PoisonRequestError) for error in errors)
         assert len(run.deaths) == 2
+        for error in errors:
+            assert isinstance(error, PoisonRequestError)
+            assert error.death_id == run.deaths[-1].death_id
 
 
 async def test_a_stream_alone_is_no_killer_by_that(log: CapturedLogs) -> None:
@@ -108,6 +112,41 @@ async def test_a_stream_alone_is_no_killer_by_that(log: CapturedLogs) -> None:
             await run.all_serving()
         assert await task == tokens_of((3,), 200)
         assert len(run.deaths) == 2
+
+
+async def test_whatever_an_engine_may_have_taken_is_suspect(log: CapturedLogs) -> None:
+    """An engine that dies while it takes messages has not told how many: one of those just sent may be the killer."""
+    async with rig(flags={"step_s": 30}, max_restarts=9) as run:
+        assert run.engine.process is not None
+        flight = run.engine.process.flight
+        streams = [run.generate(submit(1))]
+        await streams[0].next()
+        await until(lambda: flight.read().phase is Phase.DRAIN)
+        os.kill(run.engine.pid, signal.SIGSTOP)
+        streams.append(run.generate(submit(2)))
+        os.kill(run.engine.pid, signal.SIGKILL)
+        errors = await asyncio.gather(*(error_of(stream) for stream in streams))
+        assert [isinstance(error, EngineDeadError) and error.in_step for error in errors] == [True, True]
+
+
+async def test_suspicion_costs_no_look_per_token(log: CapturedLogs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A suspect is cleared when it gets past its place and when it ends, not at each token in between: that would be a
+    digest of its prompt for every token of every stream that was in a dying step."""
+    looks: list[int] = []
+    cleared = Blame.cleared
+
+    def count(self: Blame, request: Submit) -> None:
+        looks.append(request.request_id)
+        cleared(self, request)
+
+    monkeypatch.setattr(Blame, "cleared", count)
+    async with rig(flags={"step_s": 0.005}, max_restarts=9) as run:
+        stream = run.generate(submit(1, 3, max_tokens=60), replay=True)
+        task = asyncio.create_task(collect(stream))
+        await until(lambda: stream.entry.num_output_tokens > 5)
+        os.kill(run.engine.pid, signal.SIGKILL)
+        assert await task == tokens_of((3,), 60)
+        assert looks == [1, 1]
 
 
 async def test_streams_that_wait_are_ended_when_nobody_comes(log: CapturedLogs) -> None:
