@@ -96,7 +96,8 @@ class Engine:
         self._is_fenced = False
         self._activation: Activate | None = None
         self._ready_s = self._clock()
-        self._last_sign_s = self._clock()
+        self._still_s = 0.0
+        """Since its last sign of life in loading, as far as the watch itself was running."""
         self.load_timeout_s: float | None = None
         """How long a stage of loading may take; None: as long as it likes."""
         self.client = EngineClient(self)
@@ -119,6 +120,11 @@ class Engine:
         return 0 if self.process is None or self.is_dead else self.process.pid
 
     @property
+    def is_stopped(self) -> bool:
+        """Whether it does nothing because somebody stopped its process."""
+        return self.process is not None and self.process.is_stopped
+
+    @property
     def served_s(self) -> float:
         """How long it has served; 0 before it was ready."""
         return 0.0 if self.ready is None else self._clock() - self._ready_s
@@ -136,13 +142,13 @@ class Engine:
         """Tell it what to load."""
         assert self.config is None
         self.config = config
-        self._last_sign_s = self._clock()
+        self._still_s = 0.0
         self.client.configure(config)
 
     def activate(self, device_index: int | None) -> None:
         """Let a standby serve, as soon as it stands by."""
         self._activation = Activate(device_index)
-        self._last_sign_s = self._clock()
+        self._still_s = 0.0
         if self.is_standing_by:
             self.client.activate(self._activation)
 
@@ -188,14 +194,14 @@ class Engine:
 
     def on_progress(self, progress: LoadProgress) -> None:
         """Show that loading goes on."""
-        self._last_sign_s = self._clock()
+        self._still_s = 0.0
         log = logs.get_logger().debug if self.config is None or self.config.standby else logs.get_logger().info
         log("engine loading", engine=self.name, stage=progress.stage, elapsed_s=round(progress.elapsed_s, 2))
 
     def on_standing_by(self, _standing_by: StandingBy) -> None:
         """It has loaded all it may hold while another serves."""
         self.is_standing_by = True
-        self._last_sign_s = self._clock()
+        self._still_s = 0.0
         if self._activation is not None:
             self.client.activate(self._activation)
         self._observer.on_engine_standing_by(self)
@@ -321,7 +327,7 @@ class Engine:
                 noted_s = now_s
                 process.note_memory()
             if self.ready is None:
-                self._check_loading(now_s)
+                self._check_loading(process, elapsed_s)
                 continue
             verdict = hangs.observe(
                 process.flight.read(), self.client.num_messages_sent, elapsed_s, self.ready.step_s_per_token
@@ -332,10 +338,16 @@ class Engine:
                 was_suspect = not was_suspect
                 self._observer.on_engine_suspect(self, was_suspect)
 
-    def _check_loading(self, now_s: float) -> None:
+    def _check_loading(self, process: EngineProcess, elapsed_s: float) -> None:
         is_loading = self.config is not None and (not self.is_standing_by or self._activation is not None)
-        if is_loading and self.load_timeout_s is not None and now_s - self._last_sign_s > self.load_timeout_s:
+        if not is_loading:
+            return
+        self._still_s += elapsed_s
+        deadline_s = self._settings.step_deadline_s
+        if self.load_timeout_s is not None and self._still_s > self.load_timeout_s:
             self._die(f"no progress in loading for {self.load_timeout_s:g} s", is_hang=True)
+        elif self._still_s > deadline_s and process.is_stopped:
+            self._die(f"stopped from outside while loading, for {deadline_s:g} s", is_hang=True)
 
     def _on_watch_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:

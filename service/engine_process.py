@@ -61,13 +61,19 @@ class EngineProcess:
         self._partial_line = b""
         self.last_lines: deque[str] = deque(maxlen=LAST_LINES_MAX)
         """What it last wrote to stdout or stderr, records of its log left out."""
-        self.connection, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        flight_fd = os.memfd_create("emberline-flight", os.MFD_CLOEXEC)
-        os.ftruncate(flight_fd, SIZE_BYTES)
-        self._stacks_fd = os.memfd_create("emberline-stacks", os.MFD_CLOEXEC)
-        self._output_fd, output_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        os.set_blocking(output_end, True)
-        try:
+        with contextlib.ExitStack() as childs, contextlib.ExitStack() as ours:
+            self.connection, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+            ours.callback(self.connection.close)
+            childs.callback(child_end.close)
+            flight_fd = os.memfd_create("emberline-flight", os.MFD_CLOEXEC)
+            childs.callback(os.close, flight_fd)
+            os.ftruncate(flight_fd, SIZE_BYTES)
+            self._stacks_fd = os.memfd_create("emberline-stacks", os.MFD_CLOEXEC)
+            ours.callback(os.close, self._stacks_fd)
+            self._output_fd, output_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+            ours.callback(os.close, self._output_fd)
+            childs.callback(os.close, output_end)
+            os.set_blocking(output_end, True)
             descriptors = {
                 "--socket-fd": child_end.fileno(),
                 "--flight-recorder-fd": flight_fd,
@@ -83,12 +89,12 @@ class EngineProcess:
                 env=_environment(num_threads),
                 process_group=0,
             )
+            ours.callback(self._popen.wait)
+            ours.callback(self._popen.kill)
             self.flight = FlightReader(flight_fd)
-        finally:
-            child_end.close()
-            os.close(flight_fd)
-            os.close(output_end)
-        self._pid_fd = os.pidfd_open(self._popen.pid)
+            ours.callback(self.flight.close)
+            self._pid_fd = os.pidfd_open(self._popen.pid)
+            ours.pop_all()  # nothing failed: they are kept
         self._loop.add_reader(self._pid_fd, self._reap)
         self._loop.add_reader(self._output_fd, self._read_output)
 
@@ -101,6 +107,15 @@ class EngineProcess:
     def returncode(self) -> int | None:
         """The exit status once reaped; −N for signal N."""
         return self._popen.returncode
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal or a debugger has stopped it: it does nothing until it is told to go on."""
+        if self._popen.returncode is not None:
+            return False  # the number may be another's by now
+        with contextlib.suppress(OSError, IndexError):
+            return Path(f"/proc/{self.pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in (b"T", b"t")
+        return False
 
     def oom_kills(self) -> int | None:
         """OOM kills in our cgroup since the start; None where the kernel does not tell."""

@@ -57,7 +57,7 @@ class Replica:
     num_deaths: int = 0
     state_since_s: float = 0.0
     next_start_s: float | None = None
-    """In BACKOFF: when the next engine is started; None: not known."""
+    """In BACKOFF, and foreseen in DEAD: when the next engine is started; None: not known."""
 
     @property
     def is_serving(self) -> bool:

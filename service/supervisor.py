@@ -205,6 +205,11 @@ class Supervisor:
     async def _fill(self, replica: Replica) -> None:
         """Put an engine into the replica's place: the spare, if it is there, else a new process."""
         engine, self._spare = self._spare, None
+        if engine is not None and engine.is_stopped:
+            logs.get_logger().warning("spare lost", cause="stopped from outside", next_in_s=None)
+            engine.kill()
+            self._spawn(engine.stop())
+            engine = None
         is_new = engine is None or engine.is_dead
         if engine is None or engine.is_dead:
             engine = self._new_engine(str(replica.index))
@@ -280,6 +285,7 @@ class Supervisor:
         replica.num_deaths += 1
         replica.move_to(EngineState.DEAD, self._clock())
         death.decision = self._decide(replica, engine.served_s)
+        self._foresee_start(replica, death.decision.restart_in_s)
         self._observer.on_replica_death(replica, death)
         if death.decision.gives_up:
             self._observer.on_last_hope_lost()
@@ -297,7 +303,7 @@ class Supervisor:
         if delay_s is None:
             replica.move_to(EngineState.FAILED, self._clock())
             return
-        replica.next_start_s = self._clock() + delay_s
+        self._foresee_start(replica, delay_s)
         replica.move_to(EngineState.BACKOFF, self._clock())
         self._spawn(self._restart(replica, delay_s))
 
@@ -338,6 +344,10 @@ class Supervisor:
             return True
         return replica.next_start_s is not None and replica.next_start_s - self._clock() <= DELAY_S_MAX
 
+    def _foresee_start(self, replica: Replica, delay_s: float | None) -> None:
+        """From the decision on: another death in the same moment must find it."""
+        replica.next_start_s = None if delay_s is None else self._clock() + delay_s
+
     async def _restart(self, replica: Replica, delay_s: float) -> None:
         await asyncio.sleep(delay_s)
         replica.next_start_s = None
@@ -359,7 +369,7 @@ class Supervisor:
         )
         delay_s = decision.restart_in_s
         if delay_s is not None:
-            replica.next_start_s = self._clock() + delay_s
+            self._foresee_start(replica, delay_s)
             self._spawn(self._restart(replica, delay_s))
             return
         replica.move_to(EngineState.FAILED, self._clock())

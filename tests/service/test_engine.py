@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
+from service.engine_process import EngineProcess
 from service.errors import DrainingError, EngineDeadError, NonFiniteError
 from service.replica import EngineState
 from tests.service.fake_engine import Trigger, tokens_of
 from tests.service.rig import collect, collect_all, error_of, rig
-from tests.service.support import HANG_S, CapturedLogs, poisoned, submit, until
+from tests.service.support import HANG_S, CapturedLogs, fake_engine, poisoned, submit, until
 
 
 async def test_streams_get_the_tokens_of_their_own_request(log: CapturedLogs) -> None:
@@ -188,3 +191,21 @@ async def test_a_bug_at_the_funeral_keeps_nobody_waiting(log: CapturedLogs, monk
     (bug,) = log.of("internal error")
     assert bug["exception_type"] == "builtins.KeyError"
     assert "secret" not in log.text
+
+
+async def test_a_process_that_cannot_be_started_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where starts fail for want of descriptors, each failure must not take some more."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    def num_open() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    num_before = num_open()
+    for culprit in ("subprocess.Popen", "os.pidfd_open"):
+        with monkeypatch.context() as patch:
+            patch.setattr(culprit, refuse)
+            with pytest.raises(OSError, match="open files"):
+                EngineProcess(fake_engine(), num_threads=1)
+        assert num_open() == num_before

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from service.errors import EngineDeadError, EngineStartingError
 from service.replica import NEXT_STATES, EngineState
 from tests.service.fake_engine import Trigger, tokens_of
 from tests.service.rig import collect, error_of, rig
-from tests.service.support import CapturedLogs, poisoned, submit, until
+from tests.service.support import HANG_S, CapturedLogs, poisoned, submit, until
 
 
 def test_the_table_of_states_has_every_state() -> None:
@@ -108,6 +109,50 @@ async def test_a_lost_spare_is_replaced_and_is_no_death(log: CapturedLogs) -> No
         assert await collect(run.generate(submit(1))) == tokens_of((1, 2), 4)
 
 
+async def test_a_stopped_spare_is_not_given_a_place(log: CapturedLogs) -> None:
+    """Nobody waits for a spare that somebody has stopped: a new process serves, and the spare is ended."""
+    async with rig(max_restarts=3, spare_delay_s=0) as run:
+        await until(lambda: run.supervisor.spare_pid)
+        spare = run.supervisor._spare
+        assert spare is not None
+        assert spare.process is not None
+        spare_pid = spare.pid
+        os.kill(spare_pid, signal.SIGSTOP)
+        os.kill(run.engine.pid, signal.SIGKILL)
+        await until(lambda: run.deaths)
+        await run.all_serving()
+        assert run.engine.pid != spare_pid
+        assert len(run.deaths) == len(log.of("spare lost")) == 1
+        assert await spare.process.wait(HANG_S) == -signal.SIGKILL
+
+
+async def test_an_engine_stopped_while_loading_is_a_death(log: CapturedLogs) -> None:
+    """It is found at the step deadline; one that merely loads for longer is not."""
+    async with rig(flags={"load_s": 2}, max_restarts=3, step_deadline_s=0.5) as run:
+        os.kill(run.engine.pid, signal.SIGKILL)
+        await until(lambda: run.deaths and run.replica.state is EngineState.STARTING and run.engine.config)
+        os.kill(run.engine.pid, signal.SIGSTOP)
+        await until(lambda: len(run.deaths) == 2)
+        assert "stopped from outside while loading" in run.deaths[1].cause
+        await run.all_serving()
+        assert len(run.deaths) == 2
+
+
+async def test_frozen_together_while_loading_is_no_death(log: CapturedLogs) -> None:
+    """Time in which the watch itself did not run does not count."""
+    async with rig(flags={"load_s": 0.5}, max_restarts=3) as run:
+        os.kill(run.engine.pid, signal.SIGKILL)
+        await until(lambda: run.deaths and run.replica.state is EngineState.STARTING and run.engine.config)
+        run.engine.load_timeout_s = 1.5
+        pid = run.engine.pid
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(2)  # noqa: ASYNC251 - the loop is frozen, too
+        os.kill(pid, signal.SIGCONT)
+        await run.all_serving()
+        assert run.engine.pid == pid
+        assert len(run.deaths) == 1
+
+
 async def test_no_spare_where_nothing_is_restarted(log: CapturedLogs) -> None:
     """Without restarts a spare would be of no use."""
     async with rig(max_restarts=0, spare_delay_s=0) as run:
@@ -128,3 +173,16 @@ async def test_one_of_two_replicas_keeps_the_server_alive(log: CapturedLogs) -> 
         assert await collect(run.generate(submit(1))) == tokens_of((1, 2), 4)
         os.kill(second.engine.pid, signal.SIGKILL)
         assert "SIGKILL" in (await run.given_up()).root_cause
+
+
+async def test_two_that_die_at_once_are_no_reason_to_give_up(log: CapturedLogs) -> None:
+    """The second death spends the window, but the next engine in the first one's place is decided already."""
+    async with rig(2, max_restarts=1) as run:
+        for replica in run.supervisor.replicas:
+            assert replica.engine is not None
+            os.kill(replica.engine.pid, signal.SIGKILL)
+        await until(lambda: len(run.deaths) == 2)
+        assert not any(death.decision.gives_up for death in run.deaths)
+        await until(lambda: run.supervisor.is_serving)
+        assert not run.supervisor.gave_up.done()
+        assert await collect(run.generate(submit(1))) == tokens_of((1, 2), 4)
