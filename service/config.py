@@ -337,6 +337,9 @@ def _value(flag: Flag, source: str, text: str) -> Any:
         if source == "EMBERLINE_PORT" and text.startswith("tcp://"):
             hint = " (Kubernetes sets this for a Service called emberline: set enableServiceLinks: false)"
         raise ConfigurationError(f"{source} {error}{hint}") from None
+    except (OSError, RuntimeError) as error:  # a path that may not be looked at, or of a user that there is not
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigurationError(f"{source} cannot be used: {reason}") from None
 
 
 def _cache(environ: Mapping[str, str]) -> Path:

@@ -1,8 +1,8 @@
 """What is left of an engine's death: one JSON file per death, for `emberline autopsy` and for whoever writes tools.
 
-What lives here: the report's content and its file. What must not: finding things out about a death (the supervisor's),
-words of advice (`autopsy.py`). A report holds numbers, shapes, names of files and of functions, and the callers' labels
-of their requests; no prompt, no ids of tokens, no schemas.
+What lives here: the report's content and its file. What must not: finding things out about a death (`death.py`), words
+of advice (`autopsy.py`). A report holds numbers, shapes, names of files and of functions, and the callers' labels of
+their requests; no prompt, no ids of tokens, no schemas.
 
 Reports of one directory are bounded in number, and files that are not ours are never touched. Nothing here may make a
 death worse: what cannot be written is a warning.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ from service.engine_process import EngineProcess, signal_name
 
 STEPS_IN_RECORD_MAX = 4
 LINES_IN_RECORD_MAX = 50
+LINES_CHARS_IN_RECORD_MAX = 8 * 1024
 SUSPECTS_IN_RECORD_MAX = 4
 """A record is as long for many streams as for few; the crash report has more."""
 STACKS_CHARS_IN_RECORD_MAX = 8 * 1024
@@ -123,7 +125,7 @@ def record_fields(death: Death, engine: str, process: EngineProcess) -> dict[str
         fields |= {"exception_type": report.exception_type, "message": report.message}
         fields["traceback"] = report.traceback
     else:
-        fields["last_lines"] = list(process.last_lines)[-LINES_IN_RECORD_MAX:]
+        fields["last_lines"] = last_lines(process.last_lines)
     if death.stacks:
         fields["stacks"] = death.stacks[:STACKS_CHARS_IN_RECORD_MAX]
     return fields
@@ -184,6 +186,18 @@ def root_cause(death: Death, status: int | None) -> str:
         return " ".join(f"{report.exception_type}: {report.message} ({where})".split())
     ending = "not reaped" if status is None else _signal(status) or f"exit status {status}"
     return f"{death.cause} ({ending})"
+
+
+def last_lines(lines: Sequence[str]) -> list[str]:
+    """The newest, as many as there is room for; of one that is longer than that, its beginning."""
+    kept: list[str] = []
+    room = LINES_CHARS_IN_RECORD_MAX
+    for line in list(lines)[: -LINES_IN_RECORD_MAX - 1 : -1]:
+        if len(line) > room and kept:
+            break
+        kept.append(line[:room])
+        room -= len(kept[-1])
+    return kept[::-1]
 
 
 def _exit_status(status: int | None) -> int | None:

@@ -1,7 +1,7 @@
 """Has the engine stopped? Judged from what its flight recorder says, observation by observation.
 
-What lives here: the rule and the deadline. What must not: the recorder, timers, what follows from a verdict (the
-supervisor's).
+What lives here: the rule and the deadline. What must not: the recorder, timers, what follows from a verdict
+(`engine.py`).
 
 The law: a phase in which the engine has something to do must end within its deadline. Idling and loading may last for
 ever, unless messages wait unread: then the engine is deaf. In a step the deadline grows with the step's work, so that

@@ -87,9 +87,10 @@ class Server:
         self._is_hopeless = False
         self._hopeless_since_s = 0.0
         self.address = ""
+        """Where it listens, once bound."""
         self._lost_listeners: list[grpc.aio.Server] = []
         self._is_deaf = False
-        """Where it listens, once bound."""
+        """The port is lost for good."""
 
     async def run(self) -> ExitCode:
         """Serve until told to stop or unable to go on. From the main thread.

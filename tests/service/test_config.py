@@ -39,6 +39,13 @@ def test_every_flag_of_the_design_is_known() -> None:
     assert sorted(f"--{flag.name}" for flag in FLAGS + NOT_YET) == sorted(DESIGN_FLAGS.split())
 
 
+@pytest.mark.parametrize("path", ["x" * 300, "~nobody-of-that-name/crashes"])
+def test_a_path_that_cannot_be_looked_at_is_one_clear_line(path: str) -> None:
+    """Whatever the system says of a path, it is told as the flag's fault."""
+    with pytest.raises(ConfigurationError, match="--crash-dir cannot be used: "):
+        parsed("--crash-dir", path)
+
+
 def test_defaults_are_valid_and_all_used() -> None:
     """Without flags there is a valid configuration, and every field of the engine's share comes from it."""
     plain = parsed(log_format="json")
