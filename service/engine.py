@@ -98,6 +98,10 @@ class Engine:
         self._ready_s = self._clock()
         self._still_s = 0.0
         """Since its last sign of life in loading, as far as the watch itself was running."""
+        self._owes_sign = False
+        """It was waiting to be told what to do, and has been: its answer is due within the step deadline."""
+        self.has_progressed = False
+        """It has said that it loads: from then on its process is known to run."""
         self.load_timeout_s: float | None = None
         """How long a stage of loading may take; None: as long as it likes."""
         self.client = EngineClient(self)
@@ -120,6 +124,11 @@ class Engine:
         return 0 if self.process is None or self.is_dead else self.process.pid
 
     @property
+    def is_started(self) -> bool:
+        """Whether its process is there, and what it is told is sent."""
+        return self._watch is not None
+
+    @property
     def is_stopped(self) -> bool:
         """Whether it does nothing because somebody stopped its process."""
         return self.process is not None and self.process.is_stopped
@@ -132,9 +141,14 @@ class Engine:
     # From start to ready
 
     async def start(self) -> None:
-        """Start the process and begin to watch it. From the main thread. Raises OSError."""
+        """Start the process and begin to watch it. From the main thread. Raises OSError, and nothing is left then."""
         self.process = EngineProcess(self._settings.command, num_threads=self._settings.num_threads, name=self.name)
-        await self.client.connect(self.process.connection)
+        try:
+            await self.client.connect(self.process.connection)
+        except OSError:
+            self.process.connection.close()
+            await self.stop()
+            raise
         self._watch = asyncio.create_task(self._watch_process(self.process))
         self._watch.add_done_callback(self._on_watch_done)
 
@@ -263,8 +277,8 @@ class Engine:
         death.root_cause = root_cause(death, process.returncode)
         self._fence(death)
         await process.wait_output(OUTPUT_TIMEOUT_S)
-        if self.is_spare or (death.is_foreseen and death.decision.gives_up):
-            return
+        if self.is_spare or (death.is_foreseen and death.decision.is_first_start):
+            return  # the latter is told as what the server could not start for
         fields = record_fields(death, self.name, process)
         path = await self._write_report(death, process)
         logs.get_logger().critical("fatal error", **fields, crash_report=path)
@@ -338,16 +352,11 @@ class Engine:
                 was_suspect = not was_suspect
                 self._observer.on_engine_suspect(self, was_suspect)
 
-    def _check_loading(self, process: EngineProcess, elapsed_s: float) -> None:
+    def _check_loading(self, now_s: float) -> None:
         is_loading = self.config is not None and (not self.is_standing_by or self._activation is not None)
-        if not is_loading:
-            return
-        self._still_s += elapsed_s
-        deadline_s = self._settings.step_deadline_s
-        if self.load_timeout_s is not None and self._still_s > self.load_timeout_s:
-            self._die(f"no progress in loading for {self.load_timeout_s:g} s", is_hang=True)
-        elif self._still_s > deadline_s and process.is_stopped:
-            self._die(f"stopped from outside while loading, for {deadline_s:g} s", is_hang=True)
+        timeout_s = self._settings.step_deadline_s if self._owes_sign else self.load_timeout_s
+        if is_loading and timeout_s is not None and now_s - self._last_sign_s > timeout_s:
+            self._die(f"no progress in loading for {timeout_s:g} s", is_hang=True)
 
     def _on_watch_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:

@@ -1,7 +1,7 @@
 """One engine process from outside: exec, its output, its reaped exit status.
 
 What lives here: descriptors, the child's environment, signals, waitpid. What must not: decisions about life and death
-(the supervisor's). The child is exec'd, never forked on: gRPC does not survive a fork. It is started from the main
+(`engine.py`). The child is exec'd, never forked on: gRPC does not survive a fork. It is started from the main
 thread, because the signal it asks for on its parent's death follows the thread that started it, and in a process group
 of its own, so that Ctrl-C reaches us alone.
 
@@ -174,6 +174,8 @@ class EngineProcess:
         self.flight.close()
 
     def _reap(self) -> None:
+        if self._exited.is_set() or self._pid_fd < 0:
+            return  # told by an earlier look; the number may be another's by now
         # The group is killed while the zombie still keeps its number from being given to others.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)

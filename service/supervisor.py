@@ -48,6 +48,8 @@ SPARE_DELAY_S = 5.0
 """After the engines are ready: the first requests should not share the cores with a spare's imports."""
 SPARE_RETRY_S_MIN = 1.0
 SPARE_RETRY_S_MAX = 60.0
+SPARE_DOUBLINGS_MAX = 10
+"""More would overflow one day; SPARE_RETRY_S_MAX is reached after six."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,14 +127,18 @@ class Supervisor:
 
     @property
     def ready(self) -> Ready | None:
-        """What an engine said of itself, the most recent first; None until one was ready."""
-        readies = [replica.ready for replica in self.replicas if replica.ready is not None]
-        return readies[0] if readies else None
+        """What the last engine that was ready in the first place with one said of itself; None until one was ready."""
+        return next((replica.ready for replica in self.replicas if replica.ready is not None), None)
 
     @property
     def has_standby(self) -> bool:
         """Whether a spare has all loaded that it may."""
         return self._spare is not None and self._spare.is_standing_by
+
+    @property
+    def spare_has_imports(self) -> bool:
+        """Whether there is a spare that has begun its imports."""
+        return self._spare is not None and self._spare.has_progressed
 
     @property
     def spare_pid(self) -> int:
@@ -204,18 +210,10 @@ class Supervisor:
 
     async def _fill(self, replica: Replica) -> None:
         """Put an engine into the replica's place: the spare, if it is there, else a new process."""
-        engine, self._spare = self._spare, None
-        if engine is not None and engine.is_stopped:
-            logs.get_logger().warning("spare lost", cause="stopped from outside", next_in_s=None)
-            engine.kill()
-            self._spawn(engine.stop())
-            engine = None
-        is_new = engine is None or engine.is_dead
-        if engine is None or engine.is_dead:
-            engine = self._new_engine(str(replica.index))
-        else:
-            engine.rename(str(replica.index))
-        replica.engine = engine
+        spare = self._take_spare()
+        is_new = spare is None
+        engine = replica.engine = spare or self._new_engine(str(replica.index))
+        engine.rename(str(replica.index))
         if replica.ready is not None:
             engine.load_timeout_s = max(LOAD_TIMEOUT_S_MIN, LOAD_TIMEOUT_STARTS * self._cold_start_s)
         if is_new:
@@ -359,9 +357,7 @@ class Supervisor:
 
     def _could_not_fill(self, replica: Replica, error: OSError) -> None:
         """The system has no process for us: one more failed start."""
-        engine, replica.engine = replica.engine, None
-        if engine is not None:
-            engine.kill()
+        replica.engine = None
         replica.move_to(EngineState.BACKOFF, self._clock())
         decision = self._decide(replica, 0.0)
         logs.get_logger().error(
@@ -418,6 +414,22 @@ class Supervisor:
         if self._keeps_standby:
             spare.configure(replace(self._config, standby=True))
 
+    def _take_spare(self) -> Engine | None:
+        """The spare, if it is of use now; one whose process is being started at this moment stays what it is."""
+        spare = self._spare
+        if spare is None or not spare.is_started:
+            return None
+        self._spare = None
+        if spare.is_dead:
+            return None
+        if spare.is_stopped:
+            logs.get_logger().warning("spare lost", cause="stopped from outside", next_in_s=None)
+            spare.kill()
+            self._spawn(spare.stop())
+            return None
+        self._num_spares_lost = 0
+        return spare
+
     def _lose_spare(self, spare: Engine, death: Death) -> None:
         if spare is not self._spare:
             return
@@ -425,6 +437,7 @@ class Supervisor:
         if self._is_stopping:
             return
         self._num_spares_lost += 1
-        retry_s = min(SPARE_RETRY_S_MIN * 2 ** (self._num_spares_lost - 1), SPARE_RETRY_S_MAX)
+        doublings = min(self._num_spares_lost - 1, SPARE_DOUBLINGS_MAX)
+        retry_s = min(SPARE_RETRY_S_MIN * 2.0**doublings, SPARE_RETRY_S_MAX)
         logs.get_logger().warning("spare lost", cause=death.root_cause, next_in_s=retry_s)
         self._plan_spare(retry_s)

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 
 import pytest
 
+from service.engine_client import EngineClient
+from service.engine_process import EngineProcess
 from service.errors import EngineDeadError, EngineStartingError
 from service.replica import NEXT_STATES, EngineState
 from tests.service.fake_engine import Trigger, tokens_of
 from tests.service.rig import collect, error_of, rig
 from tests.service.support import HANG_S, CapturedLogs, poisoned, submit, until
+
+
+def num_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def test_the_table_of_states_has_every_state() -> None:
@@ -51,15 +59,71 @@ async def test_the_window_spent_is_the_end(log: CapturedLogs) -> None:
         assert len(log.of("fatal error")) == 3
 
 
-async def test_a_restart_that_fails_counts(log: CapturedLogs, tmp_path: Path) -> None:
-    """Later starts are tried again, with back-off, and each failure is a death in the window."""
+@pytest.mark.parametrize("fail_with", ["OddError:odd", "StartupError:odd"])
+async def test_a_restart_that_fails_counts(fail_with: str, log: CapturedLogs, tmp_path: Path) -> None:
+    """Later starts are tried again, with back-off, and each failure is a death in the window, with a record."""
     flag = tmp_path / "broken"
-    async with rig(flags={"fail_if": flag, "fail_with": "OddError:odd"}, max_restarts=2) as run:
+    async with rig(flags={"fail_if": flag, "fail_with": fail_with}, max_restarts=2) as run:
         flag.touch()
         await error_of(run.generate(poisoned(1, Trigger.SIGKILL)))
         end = await run.given_up()
         assert "odd" in end.root_cause
         assert [death.was_starting for death in run.deaths] == [False, True, True]
+        assert len(log.of("fatal error")) == 3
+
+
+async def test_a_process_that_cannot_be_talked_to_leaves_nothing(
+    log: CapturedLogs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the system takes the process but not its socket, the start has failed: no descriptor and no process is left,
+    and the next try succeeds."""
+    processes: list[EngineProcess] = []
+    connect = EngineClient.connect
+
+    async def fail_once(self: EngineClient, connection: socket.socket) -> None:
+        if not processes:
+            engine = run.replica.engine
+            assert engine is not None
+            assert engine.process is not None
+            processes.append(engine.process)
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        await connect(self, connection)
+
+    async with rig(max_restarts=9) as run:
+        num_open = num_descriptors()
+        monkeypatch.setattr(EngineClient, "connect", fail_once)
+        os.kill(run.engine.pid, signal.SIGKILL)
+        await until(lambda: log.of("engine not started"))
+        await run.all_serving()
+        assert processes[0].returncode == -signal.SIGKILL
+        await until(lambda: num_descriptors() == num_open)
+
+
+async def test_a_spare_that_is_just_being_started_stays_the_spare(
+    log: CapturedLogs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it is told before its socket is connected would be lost: a death in that moment has a new process."""
+    connect, gate = EngineClient.connect, asyncio.Event()
+
+    async def wait(self: EngineClient, connection: socket.socket) -> None:
+        spare = run.supervisor._spare
+        if spare is not None and spare.client is self:
+            await gate.wait()
+        await connect(self, connection)
+
+    async with rig(max_restarts=3, spare_delay_s=0.3) as run:
+        monkeypatch.setattr(EngineClient, "connect", wait)
+        await until(lambda: run.supervisor.spare_pid)
+        spare_pid = run.supervisor.spare_pid
+        os.kill(run.engine.pid, signal.SIGKILL)
+        await until(lambda: run.deaths)
+        await run.all_serving()
+        assert run.engine.pid != spare_pid
+        gate.set()
+        os.kill(run.engine.pid, signal.SIGKILL)
+        await until(lambda: len(run.deaths) == 2)
+        await run.all_serving()
+        assert run.engine.pid == spare_pid
 
 
 async def test_calls_between_two_engines_are_told_when_to_come_back(log: CapturedLogs) -> None:
@@ -95,6 +159,20 @@ async def test_the_spare_takes_the_dead_ones_place(keeps_standby: bool, log: Cap
         assert run.engine.pid == spare_pid
         assert await collect(run.generate(submit(2))) == tokens_of((1, 2), 4)
         await until(lambda: run.supervisor.spare_pid not in (0, spare_pid))
+
+
+@pytest.mark.parametrize("keeps_standby", [False, True], ids=["imports", "standby"])
+async def test_a_stopped_spare_is_found_when_it_is_needed(keeps_standby: bool, log: CapturedLogs) -> None:
+    """A spare that does not answer when its turn comes is a death at the step deadline, not at that of loading."""
+    async with rig(max_restarts=3, keeps_standby=keeps_standby, spare_delay_s=0, step_deadline_s=0.5) as run:
+        spare = lambda: run.supervisor.has_standby if keeps_standby else run.supervisor.spare_has_imports  # noqa: E731
+        await until(spare)
+        os.kill(run.supervisor.spare_pid, signal.SIGSTOP)
+        os.kill(run.engine.pid, signal.SIGKILL)
+        assert await collect(run.generate(submit(1), replay=True)) == tokens_of((1, 2), 4)
+        first, second = log.of("fatal error")
+        assert first["signal"] == second["signal"] == "SIGKILL"
+        assert "no progress in loading" in second["cause"]
 
 
 async def test_a_lost_spare_is_replaced_and_is_no_death(log: CapturedLogs) -> None:
