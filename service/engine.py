@@ -164,6 +164,7 @@ class Engine:
         self._activation = Activate(device_index)
         self._still_s = 0.0
         if self.is_standing_by:
+            self._owes_sign = True
             self.client.activate(self._activation)
 
     def rename(self, name: str) -> None:
@@ -209,6 +210,8 @@ class Engine:
     def on_progress(self, progress: LoadProgress) -> None:
         """Show that loading goes on."""
         self._still_s = 0.0
+        self._owes_sign = False
+        self.has_progressed = True
         log = logs.get_logger().debug if self.config is None or self.config.standby else logs.get_logger().info
         log("engine loading", engine=self.name, stage=progress.stage, elapsed_s=round(progress.elapsed_s, 2))
 
@@ -352,11 +355,16 @@ class Engine:
                 was_suspect = not was_suspect
                 self._observer.on_engine_suspect(self, was_suspect)
 
-    def _check_loading(self, now_s: float) -> None:
-        is_loading = self.config is not None and (not self.is_standing_by or self._activation is not None)
-        timeout_s = self._settings.step_deadline_s if self._owes_sign else self.load_timeout_s
-        if is_loading and timeout_s is not None and now_s - self._last_sign_s > timeout_s:
+    def _check_loading(self, process: EngineProcess, elapsed_s: float) -> None:
+        if self.config is None or (self.is_standing_by and self._activation is None):
+            return
+        self._still_s += elapsed_s
+        deadline_s = self._settings.step_deadline_s
+        timeout_s = deadline_s if self._owes_sign else self.load_timeout_s
+        if timeout_s is not None and self._still_s > timeout_s:
             self._die(f"no progress in loading for {timeout_s:g} s", is_hang=True)
+        elif self._still_s > deadline_s and process.is_stopped:
+            self._die(f"stopped from outside while loading, for {deadline_s:g} s", is_hang=True)
 
     def _on_watch_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
