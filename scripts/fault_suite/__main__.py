@@ -50,6 +50,7 @@ async def _run(options: argparse.Namespace) -> int:
         num_clients=options.clients,
         only=tuple(options.fault or ()),
         standby=not options.cold,
+        logs=options.logs,
     )
     outcomes = []
     for name in options.scenario or list(scenarios.SCENARIOS):
@@ -64,7 +65,11 @@ async def _run(options: argparse.Namespace) -> int:
 async def _figures(options: argparse.Namespace) -> int:
     chosen = options.figure or list(figures.FIGURES)
     settings = scenarios.Options(
-        seed=options.seed, num_faults=options.faults, num_streams=options.streams, soak_s=options.soak_minutes * 60.0
+        seed=options.seed,
+        num_faults=options.faults,
+        num_streams=options.streams,
+        logs=options.logs,
+        soak_s=options.soak_minutes * 60.0,
     )
     rows: list[figures.Figure] = []
     for name in chosen:
@@ -198,6 +203,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_sizes(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--logs", type=Path, metavar="DIR", help="keep the servers' logs")
     command.add_argument("--faults", type=count(FAULTS_MAX), default=100, metavar="N", help="of a storm")
     command.add_argument("--streams", type=count(STREAMS_MAX), default=1000, metavar="N", help="of a storm, at least")
     _add_common(command)

@@ -46,7 +46,7 @@ SMALL = (
     "--num-kv-blocks=256",
     "--step-deadline=5",
     "--max-engine-restarts=1000",
-    "--drain-grace=20",
+    "--drain-grace=60",
 )
 """A server that starts soon, whose KV pool is a little too small for its load, and that never gives up."""
 
@@ -252,7 +252,7 @@ def longest_silence_s(call: Call) -> float:
 
 
 @asynccontextmanager
-async def arena(outcome: Outcome, flags: Sequence[str], seed: int) -> AsyncIterator[Arena]:
+async def arena(outcome: Outcome, flags: Sequence[str], seed: int, logs: Path | None = None) -> AsyncIterator[Arena]:
     """A server that serves. What the suite runs into while it does becomes a violation, and what follows goes on."""
     with tempfile.TemporaryDirectory(prefix="chaos-", ignore_cleanup_errors=True) as folder:
         triggers = Triggers(Path(folder))
@@ -265,6 +265,15 @@ async def arena(outcome: Outcome, flags: Sequence[str], seed: int) -> AsyncItera
                 outcome.blame("HUNG" if server.status is None else "EXIT", str(error))
             finally:
                 outcome.episodes += ring.episodes
+                if logs is not None:
+                    _keep_log(server, logs, outcome.scenario)
+
+
+def _keep_log(server: Server, folder: Path, scenario: str) -> None:
+    """All its records, for a person; what a client saw at a moment is found by `read_s`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps({"read_s": round(record.at_s, 3), **record.fields}) + "\n" for record in server.records]
+    (folder / f"{scenario}-{server.pid}.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
 def as_json(outcome: Outcome) -> dict[str, Any]:

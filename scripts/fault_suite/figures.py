@@ -109,7 +109,7 @@ async def deaths(options: Options) -> list[Figure]:
     """Signals to the engine with 3 and with 93 streams: statuses, health, records and log volume."""
     outcome = Outcome("deaths")
     rounds: list[_Round] = []
-    async with arena(outcome, [FAIL, UNLIMITED], options.seed) as ring:
+    async with arena(outcome, [FAIL, UNLIMITED], options.seed, options.logs) as ring:
         number = 0
         for num_streams, count in ROUNDS.items():
             for _ in range(count):
@@ -254,7 +254,7 @@ async def _restarts(options: Options, flags: Sequence[str], rounds: int) -> tupl
     outcome = Outcome("restart")
     seconds: list[float] = []
     load_s = 0.0
-    async with arena(outcome, [FAIL, UNLIMITED, *flags], options.seed) as ring:
+    async with arena(outcome, [FAIL, UNLIMITED, *flags], options.seed, options.logs) as ring:
         info = await ring.client.unary("InfoService/GetServerInfo")
         load_s = info.engines[0].startup.ToTimedelta().total_seconds()
         num_engines = len(ring.server.engines())
@@ -308,7 +308,9 @@ async def hangs(options: Options) -> list[Figure]:
     """
     outcome = Outcome("hangs")
     over_s: dict[str, list[float]] = {"stop": [], "sleep": [], "hold the gil": []}
-    async with arena(outcome, [FAIL, UNLIMITED, f"--step-deadline={HANG_DEADLINE_S}"], options.seed) as ring:
+    async with arena(
+        outcome, [FAIL, UNLIMITED, f"--step-deadline={HANG_DEADLINE_S}"], options.seed, options.logs
+    ) as ring:
         for _ in range(HANG_ROUNDS):
             for what, seconds in over_s.items():
                 await ring.until_served()
@@ -402,7 +404,7 @@ async def cancels(options: Options) -> list[Figure]:
     """Resident memory of the front end before and after, over the number of streams; the first ones warm it up."""
     outcome = Outcome("cancels")
     points: list[tuple[int, int]] = []
-    async with arena(outcome, [*SMALL, f"--max-num-seqs={CANCELS_AT_A_TIME}"], options.seed) as ring:
+    async with arena(outcome, [*SMALL, f"--max-num-seqs={CANCELS_AT_A_TIME}"], options.seed, options.logs) as ring:
         for number in range(0, NUM_CANCELS_WARM + NUM_CANCELS, 1000):
             if number >= NUM_CANCELS_WARM:
                 await ring.check_idle()
