@@ -117,6 +117,7 @@ def record_fields(death: Death, engine: str, process: EngineProcess) -> dict[str
         "num_suspects": len(aftermath.requests),
         "suspects": [request.label for request in aftermath.requests[:SUSPECTS_IN_RECORD_MAX]],
         "killer": aftermath.killer_label,
+        "killer_id": aftermath.killer_id,
         "restart_in_s": decision.restart_in_s,
         "gives_up": decision.gives_up,
         "num_deaths_in_window": decision.num_deaths_in_window,

@@ -75,8 +75,8 @@ class Dispatcher:
         self._send_waiting()
         return stream
 
-    def leave(self, stream: RequestStream, *, is_over: bool) -> None:
-        """The reader is gone. Idempotent."""
+    def leave(self, stream: RequestStream, *, is_over: bool, is_done: bool) -> None:
+        """The reader is gone; see `RequestStream.close`. Idempotent."""
         request_id = stream.request_id
         if self._streams.pop(request_id, None) is None:
             return
@@ -85,7 +85,7 @@ class Dispatcher:
         replica = self._replica_of.pop(request_id, None)
         entry = stream.entry
         if replica is not None:
-            if entry.sent is not None and not is_over:
+            if entry.sent is not None and not (is_over or is_done):
                 self._blame.on_left(entry.sent, entry.num_output_tokens)
             elif entry.sent is not None:
                 self._blame.cleared(entry.sent)

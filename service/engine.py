@@ -100,8 +100,6 @@ class Engine:
         """Since its last sign of life in loading, as far as the watch itself was running."""
         self._owes_sign = False
         """It was waiting to be told what to do, and has been: its answer is due within the step deadline."""
-        self.has_progressed = False
-        """It has said that it loads: from then on its process is known to run."""
         self.load_timeout_s: float | None = None
         """How long a stage of loading may take; None: as long as it likes."""
         self.client = EngineClient(self)
@@ -211,7 +209,6 @@ class Engine:
         """Show that loading goes on."""
         self._still_s = 0.0
         self._owes_sign = False
-        self.has_progressed = True
         log = logs.get_logger().debug if self.config is None or self.config.standby else logs.get_logger().info
         log("engine loading", engine=self.name, stage=progress.stage, elapsed_s=round(progress.elapsed_s, 2))
 

@@ -228,7 +228,8 @@ class InferenceServicer:
                     deltas = list(_assemble(call, outputs))
                     is_over = call.is_finished
                     if is_over:
-                        stream.close()  # nothing is needed of the engine any more, however slowly the rest is read
+                        # Nothing is needed of the engine any more, however slowly the rest is read.
+                        stream.close(is_done=True)
                     for delta in deltas:
                         yield delta
 

@@ -23,7 +23,7 @@ MakeError = Callable[[], CallError]
 class StreamOwner(Protocol):
     """Told once, when the reader leaves."""
 
-    def leave(self, stream: RequestStream, *, is_over: bool) -> None: ...
+    def leave(self, stream: RequestStream, *, is_over: bool, is_done: bool) -> None: ...
 
 
 class RequestStream:
@@ -73,9 +73,11 @@ class RequestStream:
             self._make_error = make_error
             self._wake.set()
 
-    def close(self) -> None:
-        """Leave: the engine forgets the request unless it has ended there. Idempotent."""
-        self._owner.leave(self, is_over=self.is_over)
+    def close(self, *, is_done: bool = False) -> None:
+        """Leave: the engine forgets the request unless it has ended there. `is_done`: its reader has all there will be,
+        though the engine may not know it. Idempotent.
+        """
+        self._owner.leave(self, is_over=self.is_over, is_done=is_done)
 
     def __enter__(self) -> Self:
         return self

@@ -127,18 +127,14 @@ class Supervisor:
 
     @property
     def ready(self) -> Ready | None:
-        """What the last engine that was ready in the first place with one said of itself; None until one was ready."""
-        return next((replica.ready for replica in self.replicas if replica.ready is not None), None)
+        """What the engine with the least room said of itself: what it takes, all take. None until one was ready."""
+        readies = [replica.ready for replica in self.replicas if replica.ready is not None]
+        return min(readies, key=lambda ready: ready.max_model_len, default=None)
 
     @property
     def has_standby(self) -> bool:
         """Whether a spare has all loaded that it may."""
         return self._spare is not None and self._spare.is_standing_by
-
-    @property
-    def spare_has_imports(self) -> bool:
-        """Whether there is a spare that has begun its imports."""
-        return self._spare is not None and self._spare.has_progressed
 
     @property
     def spare_pid(self) -> int:
@@ -215,7 +211,7 @@ class Supervisor:
         engine = replica.engine = spare or self._new_engine(str(replica.index))
         engine.rename(str(replica.index))
         if replica.ready is not None:
-            engine.load_timeout_s = max(LOAD_TIMEOUT_S_MIN, LOAD_TIMEOUT_STARTS * self._cold_start_s)
+            engine.load_timeout_s = self._load_timeout_s()
         if is_new:
             await engine.start()
         logs.get_logger().info(
@@ -229,6 +225,9 @@ class Supervisor:
             engine.configure(replace(self._config, device_index=replica.device_index))
         else:
             engine.activate(replica.device_index)
+
+    def _load_timeout_s(self) -> float:
+        return max(LOAD_TIMEOUT_S_MIN, LOAD_TIMEOUT_STARTS * self._cold_start_s)
 
     def _new_engine(self, name: str) -> Engine:
         return Engine(name, self, self._settings)
@@ -412,6 +411,7 @@ class Supervisor:
             self._plan_spare(SPARE_RETRY_S_MAX)
             return
         if self._keeps_standby:
+            spare.load_timeout_s = self._load_timeout_s()
             spare.configure(replace(self._config, standby=True))
 
     def _take_spare(self) -> Engine | None:

@@ -136,6 +136,7 @@ def _load(channel: Channel, recorder: FlightRecorder, started_s: float) -> tuple
         channel.send(StandingBy(os.getpid()))
         activation = _receive_activation(channel)
         begun_s = time.monotonic()
+        on_progress("activation")  # a sign of life, before a large model's way to its device
         if activation.device_index is not None:
             device_index = activation.device_index
     runner = prepared.activate(device_index, on_progress)

@@ -437,7 +437,7 @@ def test_model_info(info: Any) -> None:
     assert info.limits.max_prompt_tokens < info.limits.max_model_len
     assert info.limits.max_request_bytes >= 4 * 1024 * 1024
     on = {field.name for field, value in info.capabilities.ListFields() if value}
-    assert on == {"chat"}
+    assert on == {"chat", "resume_on_engine_death"}
 
 
 def test_server_info(client: ReflectionClient, server: Server) -> None:

@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -20,7 +21,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.e2e.crowd import SMALL, Crowd
-from tests.e2e.harness import Generation, Health, ReflectionClient, Server
+from tests.e2e.harness import ROOT, Generation, Health, ReflectionClient, Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -100,6 +101,10 @@ def test_without_replay_streams_end_and_the_next_engine_serves(start_server: Sta
     assert report["death_id"] == record["death_id"]
     assert "Once upon a time" not in path.read_text()
     assert str(path) == record["crash_report"]
+    told = subprocess.run([ROOT / ".venv/bin/emberline", "autopsy", path], capture_output=True, text=True, check=True)
+    assert "SIGKILL" in told.stdout
+    assert record["death_id"] in told.stdout
+    assert told.stdout.count("\n") <= 40
 
 
 def test_a_stream_may_choose(start_server: StartServer) -> None:
