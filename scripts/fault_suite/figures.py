@@ -281,7 +281,7 @@ async def _until_settled(server: Server, num_engines: int) -> None:
         busy = 0.0
         for process in engines:
             with contextlib.suppress(psutil.Error):
-                busy = max(busy, process.cpu_percent(0.0 if quiet else None))
+                busy = max(busy, process.cpu_percent(None))  # since the last look; 0 at the first
         quiet = quiet + 1 if len(engines) == num_engines and busy < 10.0 else 0
         if quiet >= 4:
             return

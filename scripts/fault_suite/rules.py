@@ -11,7 +11,8 @@ Whatever happens to the engine, a client may see this and nothing else:
   the poison, or is the one stream that a fault spoils. With `replay`, a stream that was there before the fault has no
   other end than OK.
 - A fault that kills twice may convict one request for each death after the first: that which was being tried alone when
-  it came. It and its like are told POISON_REQUEST from then on; they are counted apart.
+  it came. It and its like are told POISON_REQUEST from then on; they are counted apart. With `fail` it is its caller
+  who sends it again, after it was told that it may have been the killer; then the next fault may convict it.
 - It ends. A call that is open when the run is over has hung.
 """
 
@@ -86,7 +87,7 @@ def judge(calls: Iterable[Call], answers: Mapping[int, Answer], episodes: Sequen
     verdict = Verdict([], [], ends=Counter())
     spoiled: Counter[int] = Counter()
     calls = list(calls)
-    convicted = _convicted(calls, episodes)
+    convicted = _convicted(calls, episodes, mode)
     verdict.num_convicted = len(convicted)
     assert verdict.ends is not None
     for call in calls:
@@ -110,14 +111,18 @@ def judge(calls: Iterable[Call], answers: Mapping[int, Answer], episodes: Sequen
     return verdict
 
 
-def _convicted(calls: Sequence[Call], episodes: Sequence[Episode]) -> dict[int, float]:
+def _convicted(calls: Sequence[Call], episodes: Sequence[Episode], mode: Mode) -> dict[int, float]:
     """Asks that were convicted by faults that may: when each was first told so."""
+    suspected: dict[int, float] = {}  # with `fail`: when each was first told that it may have been the killer
     first: dict[int, float] = {}
     for call in calls:
         if call.status is not None and call.status.reason == "POISON_REQUEST" and not call.ask.is_poison:
             number = call.ask.number
             first[number] = min(first.get(number, float("inf")), call.ended_s or float("inf"))
-    allowed: dict[int, float] = {}
+        if not mode.replays and call.status is not None and call.status.pushback_ms == -1:
+            number = call.ask.number
+            suspected[number] = min(suspected.get(number, float("inf")), call.ended_s or float("inf"))
+    allowed = {number: at_s for number, at_s in first.items() if suspected.get(number, float("inf")) < at_s}
     for episode in episodes:
         until_s = episode.recovered_s + REFUSAL_SLACK_S
         some = sorted((at_s, number) for number, at_s in first.items() if episode.began_s <= at_s <= until_s)

@@ -15,7 +15,7 @@ from scripts.benchmarks.errors import BenchmarkError
 from scripts.fault_suite import asks, faults, http2, rules
 from scripts.fault_suite.arena import SMALL, Arena, Outcome, arena
 from scripts.fault_suite.client import connect
-from scripts.fault_suite.history import Call
+from scripts.fault_suite.history import Call, Episode
 from scripts.fault_suite.load import Load, reference
 from scripts.fault_suite.server import START_LIMIT_S, running, spawned
 
@@ -120,7 +120,7 @@ async def _strike_all(ring: Arena, streams: Load, plan: Sequence[faults.Fault], 
         episode = await ring.strike(fault)
         streams.check_progress()
         # One fault at a time: the next one does not come while somebody is on trial for this one.
-        await ring.server.until(lambda episode=episode: streams.has_moved_on(episode.recovered_s), SHARE_LIMIT_S)  # type: ignore[misc]
+        await _until_moved_on(ring, streams, episode)
         _say(
             f"  {place + 1} of {len(plan)}: {fault.name}: {len(episode.death_ids)} deaths, "
             f"{episode.recovered_s - episode.began_s:.1f} s; {streams.num_ended} streams so far"
@@ -431,6 +431,7 @@ async def replicas(options: Options, outcome: Outcome) -> None:
                     await ring.end(episode)
                     await ring.server.wait_for("engine ready", faults.READY_LIMIT_S, since_s=died_s)
                     streams.check_progress()
+                    await _until_moved_on(ring, streams, episode)
             finally:
                 await streams.stop()
                 await ring.judge(streams.calls, answers, replays=mode == REPLAY)
@@ -438,6 +439,10 @@ async def replicas(options: Options, outcome: Outcome) -> None:
                 outcome.blame("HEALTH", f"readiness while a replica lives: {[state for _, state in states]}")
             await ring.check_idle()
             await ring.check_stop()
+
+
+async def _until_moved_on(ring: Arena, streams: Load, episode: Episode) -> None:
+    await ring.server.until(lambda: streams.has_moved_on(episode.recovered_s), SHARE_LIMIT_S)
 
 
 async def _until_replicas(ring: Arena, count: int) -> None:

@@ -161,12 +161,18 @@ class Server:
         """All that it has started and that lives; remembered, so that an orphan is found again."""
         with contextlib.suppress(psutil.Error):
             for child in psutil.Process(self.pid).children(recursive=True):
-                self._family.setdefault(child.pid, child)
+                self._known(child)
         for pid in psutil.pids():
             with contextlib.suppress(OSError, psutil.Error):
                 if pid not in self._family and pid != self.pid and os.getsid(pid) == self.pid:
                     self._family[pid] = psutil.Process(pid)
         return [process for process in self._family.values() if _lives(process)]
+
+    def _known(self, process: psutil.Process) -> psutil.Process:
+        """The same object for the same process: it remembers what it has measured."""
+        if self._family.get(process.pid) != process:  # the pid may be another's by now
+            self._family[process.pid] = process
+        return self._family[process.pid]
 
     def engines(self) -> list[psutil.Process]:
         """Its engine processes, helpers included: serving, starting, standing by or waiting to be one."""
@@ -175,8 +181,7 @@ class Server:
             for child in psutil.Process(self.pid).children():
                 with contextlib.suppress(psutil.Error):
                     if ENGINE_MODULE in child.cmdline() and _lives(child):
-                        self._family.setdefault(child.pid, child)
-                        found.append(child)
+                        found.append(self._known(child))
         return found
 
     def serving_pids(self) -> list[int]:

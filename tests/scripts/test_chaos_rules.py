@@ -226,6 +226,10 @@ def test_a_second_death_may_convict_one_innocent() -> None:
     assert kinds(convicted(3, 11.0), convicted(4, 11.5), episodes=(twice,)) == ["BAD END"]
     assert kinds(convicted(3, 11.0)) == ["BAD END"]
 
+    suspected = Call(Ask(3, FIELDS), 9.0, ended_s=10.1, status=DEAD)
+    assert kinds(suspected, convicted(3, 11.0), mode=FAIL) == []
+    assert kinds(suspected, convicted(4, 11.0), mode=FAIL) == ["BAD END"]
+
 
 def test_a_poison_is_told_never_to_come_back() -> None:
     """INTERNAL with pushback −1; to be told to come back would kill the next replica."""
