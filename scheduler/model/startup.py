@@ -66,11 +66,6 @@ def import_ahead() -> None:
     preload_backend("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def load_model_runner(engine_config: EngineConfig, on_progress: Callable[[str], None]) -> ModelRunner:
-    """Both parts at once: see `prepare` and `PreparedModel.activate`."""
-    return prepare(engine_config, on_progress).activate(engine_config.device_index, on_progress)
-
-
 def prepare(engine_config: EngineConfig, on_progress: Callable[[str], None]) -> PreparedModel:
     """Loads what may be held while another engine serves; `on_progress` hears the name of each stage as it begins.
 

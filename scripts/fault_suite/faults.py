@@ -171,7 +171,9 @@ async def _fail_loading(target: Target) -> None:
     target.triggers.commit("loading", "raise")
     target.server.signal_engine(signal.SIGKILL)
     await target.server.until(lambda: target.triggers.is_done("loading"), 20.0)
-    target.triggers.disarm("loading")  # with a standby, none may load soon
+    target.triggers.disarm("loading")
+    if not target.triggers.is_done("loading"):
+        raise BenchmarkError("no engine has loaded: the fault was not put in")
 
 
 # ------------------------------------------------------------------------------------------------------------- memory

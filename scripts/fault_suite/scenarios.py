@@ -29,7 +29,7 @@ POISON_RESUBMISSIONS = 5
 POISON_ACTIONS = ("kill", "abort", "raise")
 POISON_TOKEN_IDS = (23_456, 23_457, 23_458)
 NUM_HEALTH_DEATHS = 10
-NUM_WATCHERS = 200
+NUM_WATCHERS = 2000
 HEALTH_PATH = "grpc.health.v1.Health/Watch"
 
 
@@ -211,10 +211,10 @@ async def draining(options: Options, outcome: Outcome) -> None:
     """SIGTERM with streams: they end well, newcomers are told. Once more, and the engine is killed meanwhile."""
     for flags, with_death in (((FAIL,), False), ((FAIL,), True), ((REPLAY, "--standby=1"), True)):
         async with arena(outcome, [*SMALL, *flags], options.seed, options.logs) as ring:
-            await _drain(ring, options, with_death=with_death)
+            await _drain(ring, options, with_death=with_death, is_saved=with_death and REPLAY in flags)
 
 
-async def _drain(ring: Arena, options: Options, *, with_death: bool) -> None:
+async def _drain(ring: Arena, options: Options, *, with_death: bool, is_saved: bool) -> None:
     outcome, server = ring.outcome, ring.server
     pool = [ask for ask in await ring.pool(options.seed, 24) if ask.max_tokens >= 16][:6]
     answers = await reference(ring.client, pool, 6)
@@ -235,14 +235,15 @@ async def _drain(ring: Arena, options: Options, *, with_death: bool) -> None:
         outcome.num_hung += 1
     calls = [task.result() for task in streams if task not in late]
     status = await server.wait(END_LIMIT_S)
-    await ring.check_gone(status, (0, 4) if with_death else (0,))
+    await ring.check_gone(status, (0, 4) if with_death and not is_saved else (0,))
     episode.recovered_s = time.monotonic()
     episode.death_ids = [str(record.fields.get("death_id")) for record in server.deaths]
     outcome.num_deaths += len(episode.death_ids)
     if refused is not None and (refused.status is None or not refused.is_refusal):
         outcome.blame("BAD END", f"a newcomer of the drain was told {refused.status}")
-    # Whether a stream of a dying engine is replayed while draining is the server's choice; it must end, and not badly.
-    kept = [call for call in calls if not (with_death and call.status and call.status.code == "UNAVAILABLE")]
+    # With `fail` a dying engine's streams end UNAVAILABLE; replayed ones go on while the server drains.
+    is_lost = with_death and not is_saved
+    kept = [call for call in calls if not (is_lost and call.status and call.status.code == "UNAVAILABLE")]
     verdict = rules.judge(kept, answers, [episode], rules.Mode(replays=True))
     outcome.violations += verdict.violations
     outcome.violations += rules.open_episode_faults([episode])

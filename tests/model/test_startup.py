@@ -18,7 +18,7 @@ from scheduler.model.attention.cpu import compiled_kernels
 from scheduler.model.attention.reference import ReferenceBackend
 from scheduler.model.kv_cache import NUM_SCRATCH_BLOCKS, PagedKVCache, num_bytes_per_block
 from scheduler.model.model_runner import ModelRunner
-from tests.model.tiny import VOCAB_SIZE, Driver, load, random_ids
+from tests.model.tiny import VOCAB_SIZE, Driver, load, load_model_runner, random_ids
 
 ModelDir = Callable[[str], str]
 BLOCK_BYTES = 2 * 2 * 16 * 2 * 16 * 4
@@ -39,7 +39,7 @@ def test_every_stage_is_announced_as_it_begins(model_dir: ModelDir) -> None:
     """Loading shows progress, in the order of the stages."""
     stages: list[str] = []
     config = EngineConfig(model=model_dir("llama"), num_threads=1, num_kv_blocks=4, attention_backend="reference")
-    startup.load_model_runner(config, stages.append)
+    load_model_runner(config, stages.append)
     assert stages == ["weights", "compilation", "self-check", "memory profile", "warm-up", "kv pool"]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,9 @@ from transformers import (
 from scheduler.config import EngineConfig
 from scheduler.core.output import NewSequence, ResumedSequence, StepPlan, StepResult
 from scheduler.messages import SamplingParams, StoppingParams
+from scheduler.model import startup
 from scheduler.model.model_runner import ModelRunner
 from scheduler.model.noise import mix64
-from scheduler.model.startup import load_model_runner
 
 VOCAB_SIZE = 323
 """Not a multiple of anything."""
@@ -77,7 +77,12 @@ def load(directory: str, **flags: Any) -> ModelRunner:
         "block_size": 16,
         "attention_backend": "reference",
     }
-    return load_model_runner(EngineConfig(model=directory, **(limits | flags)), lambda stage: None)
+    return load_model_runner(EngineConfig(model=directory, **(limits | flags)), lambda _stage: None)
+
+
+def load_model_runner(config: EngineConfig, on_progress: Callable[[str], None]) -> ModelRunner:
+    """Both parts of a start at once."""
+    return startup.prepare(config, on_progress).activate(config.device_index, on_progress)
 
 
 def random_ids(num: int, seed: int = 0) -> list[int]:

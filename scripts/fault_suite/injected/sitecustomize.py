@@ -183,7 +183,8 @@ def _patch_core(site: _Site, module: Any) -> None:
 
 
 def _patch_startup(site: _Site, module: Any) -> None:
-    _wrap(site, module, "load_model_runner", "loading")
+    _wrap(site, module, "prepare", "loading")
+    _wrap(site, module.PreparedModel, "activate", "loading")
 
 
 def _patch_detokenizer(site: _Site, module: Any) -> None:
