@@ -14,9 +14,10 @@ a dying step is a suspect like any other, and one that was in many dying steps b
 
 So a poison has two deaths: one that makes it a suspect, one that proves it. For this to hold
 
-- a suspect counts from the moment it is *sent* (`on_sent`), not from when its death has been handled. While a copy's
-  outcome is unknown, further copies of the same fingerprint go to the engine it went to (`trial_engine`): an engine
-  dies once, whether its death is handled late or not, and with it all copies are back here;
+- a suspect counts from the moment it is *sent* (`on_sent`), not from when its death has been handled. One copy at a
+  time is on trial, and what it comes to holds for all: the others wait for it (`must_wait`) instead of running alone
+  one after another, which takes many times as long as their batch. If its caller leaves, the next one goes to the
+  engine that had it (`trial_engine`): an engine dies once, whether its death is handled late or not;
 - a caller that leaves does not take the evidence along: `on_left` keeps what the engine may still be computing;
 - a place is reached step by step, but what the front end has counted may lag behind: with each dying step that the same
   fingerprint was in, the place is put further beyond the count (1, 2, 4, 8 tokens).
@@ -86,6 +87,8 @@ class _Record:
     num_dying_steps: int = 0
     trial_engine: int | None = None
     """Where copies of unknown outcome went."""
+    trial_id: int | None = None
+    """The copy whose outcome the others wait for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +186,11 @@ class Blame:
         own_place = self._own_places.get(submit.request_id)
         return record.place if own_place is None else min(own_place, record.place)
 
+    def must_wait(self, submit: Submit) -> bool:
+        """Another copy of this suspect is on trial."""
+        record = self._find(submit)
+        return record is not None and record.trial_id not in (None, submit.request_id)
+
     def trial_engine(self, submit: Submit) -> int | None:
         """The engine that has a copy of this suspect whose outcome is unknown: send this one there as well, and to no
         other. None: any will do.
@@ -195,6 +203,7 @@ class Blame:
         record = self._find(submit)
         if record is not None and record.place:
             record.trial_engine = engine
+            record.trial_id = submit.request_id
 
     # What becomes of it
 
@@ -203,9 +212,13 @@ class Blame:
         sent with an `alone_until`; for others it does nothing.
         """
         record = self._find(submit) if submit.alone_until else None
-        if record is not None and submit.alone_until >= record.place:  # a copy may since have died further on
+        if record is None:
+            return
+        if record.trial_id == submit.request_id:
+            record.trial_id = None
+        if submit.alone_until >= record.place:  # a copy may since have died further on
             record.place = 0  # in how many dying steps it was is kept while the record lasts
-            record.trial_engine = None
+            record.trial_engine = record.trial_id = None
 
     def on_left(self, submit: Submit, num_outputs: int) -> None:
         """Its caller is gone before its end, and its engine has been told to forget it. Until the engine does, it may
@@ -213,6 +226,9 @@ class Blame:
         """
         request = self._in_step(Suspect(submit, num_outputs))
         self._left.put(submit.request_id, request, LEFT_TTL_S)
+        record = self._records.get(request.fingerprint)
+        if record is not None and record.trial_id == submit.request_id:
+            record.trial_id = None
 
     def on_stall(self, in_step: Sequence[Suspect], left_ids: Sequence[int] = ()) -> None:
         """An engine looks as if it hung (the hang watch says SUSPECT): the like of what is in its step runs alone from
@@ -233,7 +249,7 @@ class Blame:
         """
         for record in self._records.values():
             if record.trial_engine == engine:
-                record.trial_engine = None
+                record.trial_engine = record.trial_id = None
         # Beside others it was not alone, whatever was counted: the engine had it past its place already.
         had_step_to_itself = len(in_step) + len(left_ids) == 1
         step = self._known(in_step, left_ids)

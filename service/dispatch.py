@@ -51,7 +51,7 @@ class Dispatcher:
         """All that are open, by id."""
         self._replica_of: dict[int, Replica] = {}
         self._waiting: dict[int, RequestStream] = {}
-        """Those that no engine has, in order."""
+        """Those that no engine has, in order: none serves, or the like of them is on trial."""
 
     @property
     def num_waiting(self) -> int:
@@ -72,7 +72,8 @@ class Dispatcher:
         entry = self._journal.open(submit, label=label, is_replayed=is_replayed)
         stream = self._streams[submit.request_id] = RequestStream(entry, self)
         self._waiting[submit.request_id] = stream
-        self._send_waiting()
+        if self._supervisor.is_serving:  # whoever waits all the same has another reason
+            self._send(stream, self._alone_until(stream))
         return stream
 
     def leave(self, stream: RequestStream, *, is_over: bool, is_done: bool) -> None:
@@ -92,6 +93,8 @@ class Dispatcher:
             self._router.on_end(request_id)
             if replica.engine is not None:
                 replica.engine.client.leave(request_id, abort=not is_over)
+            if entry.sent is not None and entry.sent.alone_until:
+                self._send_waiting()  # the like of it may have waited for it
 
     def end_all(self, make_error: Callable[[], CallError]) -> int:
         """End every stream that is not over; returns how many there were."""
@@ -113,6 +116,7 @@ class Dispatcher:
         self._router.on_output(stream.request_id, num_tokens)
         if entry.sent is not None and entry.gets_past_its_place(num_tokens):
             self._blame.cleared(entry.sent)
+            self._send_waiting()
         if entry.is_finished:
             self._router.on_end(stream.request_id)
 
@@ -197,6 +201,8 @@ class Dispatcher:
 
     def _send(self, stream: RequestStream, alone_until: int) -> None:
         """Send one stream to the best engine; it waits on if there is none for it."""
+        if self._blame.must_wait(stream.entry.submit):
+            return
         trial_engine = self._blame.trial_engine(stream.entry.submit)
         candidates = [
             Candidate(replica.index, is_suspect=replica.state is EngineState.SUSPECT)

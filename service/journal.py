@@ -63,11 +63,14 @@ class JournalEntry:
         return self.sent is not None and self.num_output_tokens > len(self.sent.resume_token_ids)
 
     def gets_past_its_place(self, num_new_tokens: int) -> bool:
-        """True of a suspect that, with the last `num_new_tokens` it got, is past the place where an engine died."""
+        """True of a suspect that, with the last `num_new_tokens` it got, is past the place where an engine died, or has
+        finished before it.
+        """
         if self.sent is None:
             return False
         num_tokens = self.num_output_tokens
-        return num_tokens - num_new_tokens < self.sent.alone_until <= num_tokens
+        was_before = num_tokens - num_new_tokens < self.sent.alone_until
+        return was_before and (num_tokens >= self.sent.alone_until or self.is_finished)
 
     def next_attempt(self, alone_until: int) -> Submit:
         """What the next engine is told: go on behind the last token that came."""

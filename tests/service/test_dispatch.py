@@ -12,7 +12,7 @@ from scheduler.messages import Phase, Submit
 from service.blame import Blame
 from service.errors import EngineDeadError, PoisonRequestError
 from tests.service.fake_engine import Trigger, tokens_of
-from tests.service.rig import collect, error_of, rig
+from tests.service.rig import collect, collect_all, error_of, rig
 from tests.service.support import CapturedLogs, poisoned, submit, until
 
 
@@ -98,6 +98,29 @@ async def test_five_of_the_same_poison_at_once(log: CapturedLogs) -> None:
         for error in errors:
             assert isinstance(error, PoisonRequestError)
             assert error.death_id == run.deaths[-1].death_id
+
+
+async def test_copies_of_a_suspect_wait_for_the_one_on_trial(log: CapturedLogs) -> None:
+    """Those that come back run alone one for all, not one after another: once it is past the place, nothing is held
+    against the others. If its caller leaves, the next one is on trial.
+    """
+    async with rig(flags={"step_s": 0.005}, max_restarts=9) as run:
+        first = run.generate(submit(1, 3, max_tokens=40))
+        await until(lambda: first.entry.num_output_tokens >= 10)
+        os.kill(run.engine.pid, signal.SIGKILL)
+        await error_of(first)
+        await run.all_serving()
+        copies = [run.generate(submit(number, 3, max_tokens=40)) for number in range(2, 6)]
+        other = run.generate(submit(6, 4, max_tokens=40))
+        assert run.dispatcher.num_waiting == 3
+        assert other.entry.sent is not None
+        copies[0].close()
+        assert run.dispatcher.num_waiting == 2
+        assert await collect_all(copies[1:]) == [tokens_of((3,), 40)] * 3
+        assert await collect(other) == tokens_of((4,), 40)
+        places = [copy.entry.sent.alone_until for copy in copies if copy.entry.sent is not None]
+        assert [place > 0 for place in places] == [True, True, False, False]
+        assert len(run.deaths) == 1
 
 
 async def test_a_stream_alone_is_no_killer_by_that(log: CapturedLogs) -> None:
