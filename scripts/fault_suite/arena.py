@@ -39,6 +39,7 @@ HELPERS_LIMIT_S = 90.0
 """For a helper that was killed to be replaced: it loads a model beside a busy engine."""
 ZOMBIE_LOOKS_S = 2.0
 PROBE_TRIES_S = 0.1
+STRANGE_LINES_SHOWN = 20
 SMALL = (
     "--threads=1",
     "--max-num-seqs=16",
@@ -158,7 +159,7 @@ class Arena:
             if self.server.status is not None:
                 raise BenchmarkError(f"the server has ended with status {self.server.status}:\n{self.server.tail}")
             if await self.client.check() == "SERVING":
-                call = Call(asks.short(-1), time.monotonic())
+                call = Call(asks.short(), time.monotonic())
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self.client.attempt(call), max(0.1, deadline_s - time.monotonic()))
                 last = call.status.name if call.status is not None else "open"
@@ -238,9 +239,8 @@ class Arena:
         if self.server.events("serving") and not self.server.is_port_free(self.server.address):
             self.outcome.blame("STRAY", "the port is still taken")
         if strange := self.server.strange_lines:
-            self.outcome.blame(
-                "RECORD", f"{len(strange)} lines of the log are no records, such as {strange[0][:200]!r}"
-            )
+            some = "\n".join(line[:200] for line in strange[:STRANGE_LINES_SHOWN])
+            self.outcome.blame("RECORD", f"{len(strange)} lines of the log are no records:\n{some}")
 
 
 def longest_silence_s(call: Call) -> float:

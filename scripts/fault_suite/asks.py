@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from scripts.benchmarks.workload import log_uniform, plain_ids
-from scripts.fault_suite.history import Ask
+from scripts.fault_suite.history import Answer, Ask
 
 PROMPT_TOKENS = (3, 160)
 OUTPUT_TOKENS = (6, 64)
 SHARED_PREFIX_TOKENS = 64
 FIRST_LEAVER = -1_000_000
+MARKS = range(20_000, 45_000)
+"""Rare words of any vocabulary that is large enough; see `stream`."""
 LEAVERS = 0.12
 """Share of the streams whose clients go away before the end."""
+_probe_numbers = itertools.count(-2_000_000, -1)
 TEXTS = (
     "The capital of France is",
     "Once upon a time there was a lighthouse keeper who",
@@ -42,11 +45,12 @@ def pool(seed: int, num_asks: int, vocab_size: int, avoid: Sequence[int] = ()) -
     return [Ask(number, _fields(rng, number, vocabulary, prefix)) for number in range(num_asks)]
 
 
-def stream(seed: int, asks: Sequence[Ask], leavers: float = LEAVERS) -> Iterator[Ask]:
-    """Asks of the pool without end; between them those of clients that will not stay.
+def stream(seed: int, asks: Sequence[Ask], answers: Mapping[int, Answer], leavers: float = LEAVERS) -> Iterator[Ask]:
+    """Asks of the pool without end; between them, asked once each, those of clients that will not stay.
 
-    Those are asked once each. A server may keep a suspicion of a request whose caller left in a death, and run the like
-    of it alone later on: another death just then would rightly convict it, though by two faults.
+    No two are alike to the server: each has a stop token of its own, one that is not in its answer. Or it would hold
+    against one stream what another had been in, run it alone, and rightly convict it at the next death, though that was
+    by another fault.
     """
     rng = random.Random(f"{seed} stream")  # noqa: S311 no secret depends on it
     for number in itertools.count():
@@ -54,7 +58,17 @@ def stream(seed: int, asks: Sequence[Ask], leavers: float = LEAVERS) -> Iterator
             max_tokens = log_uniform(rng, *OUTPUT_TOKENS)
             yield replace(endless(FIRST_LEAVER - number, max_tokens), leave_after_tokens=rng.randrange(max_tokens))
         else:
-            yield rng.choice(asks)
+            yield _marked(rng.choice(asks), number, answers)
+
+
+def _marked(ask: Ask, number: int, answers: Mapping[int, Answer]) -> Ask:
+    """The same ask with a stop token that only this stream has, and that its answer has not."""
+    answer = answers.get(ask.number)
+    said = frozenset(answer.token_ids) if answer is not None else frozenset()
+    token_id = MARKS.start + number % len(MARKS)
+    while token_id in said:
+        token_id = MARKS.start + (token_id + 7919 - MARKS.start) % len(MARKS)
+    return replace(ask, fields={**ask.fields, "stopping": {**ask.fields["stopping"], "stop_token_ids": [token_id]}})
 
 
 def endless(number: int, max_tokens: int = 2000) -> Ask:
@@ -70,9 +84,9 @@ def endless(number: int, max_tokens: int = 2000) -> Ask:
     )
 
 
-def short(number: int, max_tokens: int = 1) -> Ask:
-    """A probe: few tokens, soon there."""
-    return endless(number, max_tokens)
+def short(max_tokens: int = 1) -> Ask:
+    """A probe: few tokens, soon there. No two are alike, so that none is taken for one that was in a dying step."""
+    return endless(next(_probe_numbers), max_tokens)
 
 
 def poison(number: int, token_id: int, max_tokens: int = 24) -> Ask:

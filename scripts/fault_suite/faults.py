@@ -154,7 +154,7 @@ def _code(place: str, action: str) -> Inject:
         try:
             # Nothing comes to `admission` by itself.
             for _ in range(int(COMMIT_LIMIT_S / 0.5)):
-                probe = asyncio.create_task(target.client.attempt(Call(asks.short(-1), time.monotonic())))
+                probe = asyncio.create_task(target.client.attempt(Call(asks.short(), time.monotonic())))
                 if await target.server.until(lambda: target.triggers.is_done(place), 0.5):
                     probe.cancel()
                     return

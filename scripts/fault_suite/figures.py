@@ -292,10 +292,8 @@ async def _until_settled(server: Server, num_engines: int) -> None:
 async def _first_token_s(client: Client, killed_s: float) -> float:
     """When a call sent after the death had its first token; refused ones are sent again at once."""
     await asyncio.sleep(PROBE_AFTER_S)
-    number = 0
     while time.monotonic() - killed_s < READY_LIMIT_S:
-        number += 1
-        call = Call(asks.short(-1000 - number), time.monotonic())
+        call = Call(asks.short(), time.monotonic())
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(client.attempt(call), READY_LIMIT_S)
         if call.token_ids:

@@ -98,7 +98,7 @@ async def _storm(outcome: Outcome, options: Options, flags: Sequence[str], *, re
     async with arena(outcome, [*SMALL, *flags], options.seed, options.logs) as ring:
         pool = await ring.pool(options.seed, options.num_asks)
         answers = await reference(ring.client, pool, options.num_clients)
-        streams = Load(ring.client, asks.stream(options.seed, pool), options.num_clients)
+        streams = Load(ring.client, asks.stream(options.seed, pool, answers), options.num_clients)
         streams.start()
         try:
             await _strike_all(ring, streams, plan, options)
@@ -152,7 +152,7 @@ async def _poison(outcome: Outcome, options: Options, flags: Sequence[str], *, r
     async with arena(outcome, [*SMALL, *flags], options.seed, options.logs) as ring:
         pool = await ring.pool(options.seed, min(32, options.num_asks), POISON_TOKEN_IDS)
         answers = await reference(ring.client, pool, options.num_clients)
-        streams = Load(ring.client, asks.stream(options.seed, pool), options.num_clients)
+        streams = Load(ring.client, asks.stream(options.seed, pool, answers), options.num_clients)
         streams.start()
         culprits: list[Call] = []
         try:
@@ -262,7 +262,7 @@ async def _until_draining(ring: Arena) -> Call | None:
     deadline_s = time.monotonic() + END_LIMIT_S
     while ring.server.status is None and time.monotonic() < deadline_s:
         if await ring.client.check() == "NOT_SERVING":
-            call = Call(asks.short(-1), time.monotonic())
+            call = Call(asks.short(), time.monotonic())
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(ring.client.attempt(call), END_LIMIT_S)
             # Without a reason it found nobody: the server has left.
@@ -349,7 +349,7 @@ async def orphans(options: Options, outcome: Outcome) -> None:
 
 async def _relaunch(outcome: Outcome, address: str) -> None:
     async with running(SMALL, port=int(address.rpartition(":")[2])) as server, connect(server.address) as client:
-        call = await client.attempt(Call(asks.short(-1), time.monotonic()))
+        call = await client.attempt(Call(asks.short(), time.monotonic()))
         if call.status is None or call.status.code != "OK":
             outcome.blame("BAD END", f"the relaunch answers {call.status}")
 
@@ -420,7 +420,7 @@ async def replicas(options: Options, outcome: Outcome) -> None:
             await _until_replicas(ring, 2)
             pool = await ring.pool(options.seed, min(24, options.num_asks))
             answers = await reference(ring.client, pool, 8)
-            streams = Load(ring.client, asks.stream(options.seed, pool), 8)
+            streams = Load(ring.client, asks.stream(options.seed, pool, answers), 8)
             streams.start()
             try:
                 for number in range(4):

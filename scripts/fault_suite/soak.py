@@ -29,7 +29,7 @@ async def soak(seed: int, seconds: float) -> Outcome:
     async with arena(outcome, FLAGS, seed) as ring, ring.client.watch("readiness") as states:
         pool = await ring.pool(seed, NUM_ASKS)
         answers = await reference(ring.client, pool, 16)
-        streams = Load(ring.client, asks.stream(seed, pool), NUM_CLIENTS)
+        streams = Load(ring.client, asks.stream(seed, pool, answers), NUM_CLIENTS)
         async with spinners(NUM_SPINNERS, seconds + 60.0):
             began_s = time.monotonic()
             streams.start()

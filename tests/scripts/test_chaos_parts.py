@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 from scripts.fault_suite import asks, faults, figures, http2, scenarios
 from scripts.fault_suite.__main__ import main
 from scripts.fault_suite.arena import longest_silence_s
-from scripts.fault_suite.history import Ask, Call, Message
+from scripts.fault_suite.history import Answer, Ask, Call, Message
 from scripts.fault_suite.injected import FOLDER, Triggers
 from scripts.fault_suite.server import Server
 
@@ -48,10 +49,21 @@ def test_a_seed_gives_its_asks_and_faults() -> None:
     one, other = asks.pool(1, 40, VOCAB_SIZE, [7]), asks.pool(2, 40, VOCAB_SIZE, [7])
     assert one == asks.pool(1, 40, VOCAB_SIZE, [7])
     assert one != other
-    drawn = list(itertools.islice(asks.stream(1, one), 200))
-    assert drawn == list(itertools.islice(asks.stream(1, one), 200))
+    drawn = list(itertools.islice(asks.stream(1, one, {}), 200))
+    assert drawn == list(itertools.islice(asks.stream(1, one, {}), 200))
     assert 5 < sum(ask.leave_after_tokens is not None for ask in drawn) < 60
     assert faults.schedule(1, 100) == faults.schedule(1, 100) != faults.schedule(2, 100)
+
+
+def test_no_two_streams_are_alike_to_the_server() -> None:
+    """Each has a mark, and none that its answer holds: that would end it."""
+    pool = asks.pool(1, 4, VOCAB_SIZE)
+    answers = {ask.number: Answer(tuple(asks.MARKS[:50]), "", "EOS") for ask in pool}
+    drawn = list(itertools.islice(asks.stream(1, pool, answers), 200))
+    assert len({json.dumps(ask.fields) for ask in drawn}) == len(drawn)
+    for ask in drawn:
+        marks = set(ask.fields["stopping"].get("stop_token_ids", ()))
+        assert not marks & set(asks.MARKS[:50])
 
 
 def test_the_load_is_mixed() -> None:
