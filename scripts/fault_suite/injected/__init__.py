@@ -42,8 +42,11 @@ class Triggers:
         (self.folder / "poison").unlink(missing_ok=True)
 
     def step_clock(self, seconds: float) -> None:
-        """From now on the wall clock of the server's processes is off by so much."""
-        self._write("clock", str(seconds))
+        """From now on the wall clock of the server's processes is off by so much; 0 is the end of it."""
+        if seconds:
+            self._write("clock", str(seconds))
+        else:
+            (self.folder / "clock").unlink(missing_ok=True)
 
     def missing(self) -> list[str]:
         """Places that the server's code does not have: the fault would never come, and nothing would be proved."""

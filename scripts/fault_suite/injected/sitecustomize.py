@@ -116,8 +116,8 @@ class _Site:
             with open(path, encoding="utf-8") as file:  # noqa: PTH123
                 action = file.read()
             os.rename(path, done)  # noqa: PTH104
-        except FileNotFoundError:
-            return  # another process was first
+        except OSError:
+            return  # another process was first, or another fault has taken all descriptors
         ACTIONS[action]()
 
     def taste(self, plan: Any) -> None:
@@ -125,8 +125,11 @@ class _Site:
         path = f"{self._folder}/poison"
         if not os.path.exists(path):  # noqa: PTH110
             return
-        with open(path, encoding="utf-8") as file:  # noqa: PTH123
-            spec = json.load(file)
+        try:
+            with open(path, encoding="utf-8") as file:  # noqa: PTH123
+                spec = json.load(file)
+        except OSError:
+            return  # cured just now
         self._poisoned.update(new.seq_id for new in plan.new if spec["token_id"] in new.token_ids)
         if not self._poisoned.isdisjoint(plan.seq_ids):
             ACTIONS[spec["action"]]()
@@ -235,12 +238,20 @@ def _install_clock(folder: Path) -> None:
     """Replaces every way in which `time` tells the wall clock's time; the monotonic clocks stay as they are."""
     wall = time.time, time.time_ns, time.clock_gettime, time.clock_gettime_ns
     path = f"{folder}/clock"
+    last_s = 0.0
 
     def offset_s(clock: int = time.CLOCK_REALTIME) -> float:
-        if clock != time.CLOCK_REALTIME or not os.path.exists(path):  # noqa: PTH110
+        nonlocal last_s
+        if clock != time.CLOCK_REALTIME:
             return 0.0
-        with open(path, encoding="utf-8") as file:  # noqa: PTH123
-            return float(file.read())
+        try:
+            with open(path, encoding="utf-8") as file:  # noqa: PTH123
+                last_s = float(file.read())
+        except FileNotFoundError:
+            last_s = 0.0
+        except OSError:
+            pass  # another fault has taken all descriptors: a clock that fails as well would be this suite's own bug
+        return last_s
 
     time.time = lambda: wall[0]() + offset_s()
     time.time_ns = lambda: wall[1]() + int(offset_s() * 1e9)
