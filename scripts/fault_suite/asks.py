@@ -24,7 +24,7 @@ MARKS = range(20_000, 45_000)
 """Rare words of any vocabulary that is large enough; see `stream`."""
 LEAVERS = 0.12
 """Share of the streams whose clients go away before the end."""
-_probe_numbers = itertools.count(-2_000_000, -1)
+_fresh_numbers = itertools.count(-2_000_000, -1)
 TEXTS = (
     "The capital of France is",
     "Once upon a time there was a lighthouse keeper who",
@@ -84,9 +84,14 @@ def endless(number: int, max_tokens: int = 2000) -> Ask:
     )
 
 
-def short(max_tokens: int = 1) -> Ask:
-    """A probe: few tokens, soon there. No two are alike, so that none is taken for one that was in a dying step."""
-    return endless(next(_probe_numbers), max_tokens)
+def fresh(max_tokens: int = 2000) -> Ask:
+    """The same, and no two are alike: none is taken for one that was in a dying step."""
+    return endless(next(_fresh_numbers), max_tokens)
+
+
+def short() -> Ask:
+    """A probe: one token, soon there."""
+    return fresh(1)
 
 
 def poison(number: int, token_id: int, max_tokens: int = 24) -> Ask:

@@ -196,7 +196,7 @@ async def _cancel_storm(target: Target) -> None:
     """Many streams begin, and all their callers leave within 50 ms: some before the first token, some after it."""
     async with connect(target.server.address, target.client.protocol) as client:
         # As good as endless: they end by the cancel.
-        calls = [Call(asks.endless(-2 - number), time.monotonic()) for number in range(NUM_STORMERS)]
+        calls = [Call(asks.fresh(), time.monotonic()) for _ in range(NUM_STORMERS)]
         tasks = [asyncio.create_task(client.attempt(call)) for call in calls]
         await asyncio.sleep(target.rng.uniform(0.3, 2.0))
         for task in tasks:
@@ -207,7 +207,7 @@ async def _cancel_storm(target: Target) -> None:
 async def _leave_at_once(target: Target) -> None:
     """Callers that are gone before their request is read, and at the very first token."""
     async with connect(target.server.address, target.client.protocol) as client:
-        some = [replace(asks.endless(-2 - n), leave_after_tokens=n % 2) for n in range(NUM_STORMERS // 4)]
+        some = [replace(asks.fresh(), leave_after_tokens=n % 2) for n in range(NUM_STORMERS // 4)]
         calls = [Call(ask, time.monotonic()) for ask in some]
         tasks = [asyncio.create_task(client.attempt(call)) for call in calls]
         await asyncio.wait(tasks, timeout=COMMIT_LIMIT_S)
@@ -218,7 +218,7 @@ async def _leave_at_once(target: Target) -> None:
 
 async def _stalled_readers(target: Target) -> None:
     """They hold their places and read nothing; then they go."""
-    message = target.client.protocol.request(GENERATE, **asks.endless(-2, 64).fields).SerializeToString()
+    message = target.client.protocol.request(GENERATE, **asks.fresh(64).fields).SerializeToString()
     async with http2.stalled_readers(target.server.address, GENERATE, message, NUM_STALLED):
         await asyncio.sleep(BLOCKED_S)
 

@@ -113,7 +113,7 @@ async def deaths(options: Options) -> list[Figure]:
         number = 0
         for num_streams, count in ROUNDS.items():
             for _ in range(count):
-                rounds.append(await _death(ring, num_streams, KILLERS[number % len(KILLERS)], 1000 * number))
+                rounds.append(await _death(ring, num_streams, KILLERS[number % len(KILLERS)]))
                 number += 1
         await ring.check_stop()
     _raise_if_stuck(outcome)
@@ -157,7 +157,7 @@ async def deaths(options: Options) -> list[Figure]:
     ]
 
 
-async def _death(ring: Arena, num_streams: int, number: signal.Signals, first_ask: int) -> _Round:
+async def _death(ring: Arena, num_streams: int, number: signal.Signals) -> _Round:
     """From just before the signal to when each client has its status, a poller its answer, a watcher its message."""
     server = ring.server
     await ring.until_served()
@@ -166,7 +166,7 @@ async def _death(ring: Arena, num_streams: int, number: signal.Signals, first_as
         connect(server.address, ring.client.protocol) as watcher,
         watcher.watch("readiness") as states,
     ):
-        calls = [Call(asks.endless(-100 - first_ask - n), time.monotonic()) for n in range(num_streams)]
+        calls = [Call(asks.fresh(), time.monotonic()) for _ in range(num_streams)]
         tasks = [asyncio.create_task(ring.client.attempt(call)) for call in calls]
         try:
             await _until_begun(calls)
@@ -314,7 +314,7 @@ async def hangs(options: Options) -> list[Figure]:
         for _ in range(HANG_ROUNDS):
             for what, seconds in over_s.items():
                 await ring.until_served()
-                calls = [Call(asks.endless(-100 - n), time.monotonic()) for n in range(3)]
+                calls = [Call(asks.fresh(), time.monotonic()) for _ in range(3)]
                 tasks = [asyncio.create_task(ring.client.attempt(call)) for call in calls]
                 try:
                     await _until_begun(calls)
@@ -433,7 +433,7 @@ async def _cancel(client: Client, count: int) -> None:
 
     async def caller() -> None:
         for number in waiting:
-            ask = replace(asks.endless(-100 - number), leave_after_tokens=number % 2)
+            ask = replace(asks.fresh(), leave_after_tokens=number % 2)
             await client.attempt(Call(ask, time.monotonic()))
 
     tasks = [asyncio.create_task(caller()) for _ in range(CANCELS_AT_A_TIME)]

@@ -279,7 +279,7 @@ async def giving_up(options: Options, outcome: Outcome) -> None:
         async with arena(outcome, flags, options.seed, options.logs) as ring:
             for number in range(num_restarts + 1):
                 is_last = number == num_restarts
-                calls = [Call(asks.endless(-100 - n), time.monotonic()) for n in range(3)]
+                calls = [Call(asks.fresh(), time.monotonic()) for _ in range(3)]
                 tasks = [asyncio.create_task(ring.client.attempt(call)) for call in calls]
                 await _until_begun(ring, calls)
                 episode = ring.begin("last death" if is_last else "death", 1, 1)
@@ -323,7 +323,7 @@ async def orphans(options: Options, outcome: Outcome) -> None:
     for what in ("busy", "stopped", "holds the gil", "starting"):
         async with arena(outcome, [*SMALL, "--standby=1"], options.seed, options.logs) as ring:
             server, address = ring.server, ring.server.address
-            calls = [Call(asks.endless(-100 - n), time.monotonic()) for n in range(3)]
+            calls = [Call(asks.fresh(), time.monotonic()) for _ in range(3)]
             tasks = [asyncio.create_task(ring.client.attempt(call)) for call in calls]
             await _until_begun(ring, calls)
             if what == "stopped":
@@ -359,7 +359,7 @@ async def signals(options: Options, outcome: Outcome) -> None:
     for twice in (False, True):
         async with arena(outcome, [*SMALL, "--standby=1"], options.seed, options.logs) as ring:
             server = ring.server
-            some = [asks.endless(-100 - n, 2000 if twice else 48) for n in range(3)]
+            some = [asks.fresh(2000 if twice else 48) for _ in range(3)]
             calls = [Call(ask, time.monotonic()) for ask in some]
             tasks = [asyncio.create_task(ring.client.attempt(call)) for call in calls]
             await _until_begun(ring, calls)
