@@ -248,6 +248,18 @@ def _ending(report: Mapping[str, Any]) -> str:
     return _joined(ending, "OOM kills " + ("not told" if oom_kills is None else str(oom_kills)))
 
 
+_FACTS = (("model", "model"), ("dtype", "in"), ("device", "on"), ("attention_backend", "attention"))
+"""Of the engine, and the word before each."""
+
+
+_SHAPE = (
+    ("num_seqs", "sequences"),
+    ("num_batched_tokens", "tokens"),
+    ("num_new", "new"),
+    ("num_preempted", "preempted"),
+)
+
+
 def _where(report: Mapping[str, Any]) -> list[str]:
     uptime_s = _number(report, "engine", "uptime_s")
     lines = [
@@ -257,24 +269,17 @@ def _where(report: Mapping[str, Any]) -> list[str]:
             "" if uptime_s is None else f"up {_duration(uptime_s)}",
             "starting" if _is_starting(report) else "serving",
         ),
-        _joined(*(_text(report, "engine", key) for key in ("model", "dtype", "device", "attention_backend"))),
-        f"phase {_text(report, 'phase') or '?'} of step {_number(report, 'step_id') or 0}",
+        _joined(*(_text(report, "engine", key) and f"{word} {_text(report, 'engine', key)}" for key, word in _FACTS)),
+        f"phase {_text(report, 'phase') or '?'}"
+        + ("" if _is_starting(report) else f" of step {_number(report, 'step_id') or 0}"),
     ]
     steps = [step for step in _list(report, "steps") if isinstance(step, Mapping)]
     if steps:
-        shape = ", ".join(
-            f"{_number(steps[0], key) or 0} {word}"
-            for key, word in (
-                ("num_seqs", "sequences"),
-                ("num_batched_tokens", "tokens"),
-                ("num_new", "new"),
-                ("num_preempted", "preempted"),
-            )
-        )
+        shape = ", ".join(_counted(_number(steps[0], key) or 0, word) for key, word in _SHAPE)
+        lines.append(f"step {_number(steps[0], 'step_id') or 0}: {shape}")
         earlier = ", ".join(f"{_number(step, 'num_batched_tokens') or 0}" for step in steps[1:5])
-        lines.append(
-            _joined(f"step {_number(steps[0], 'step_id') or 0}: {shape}", earlier and f"tokens before: {earlier}")
-        )
+        if earlier:
+            lines[-1] += f" · before it {earlier} tokens"
     return [f"  {line}" for line in lines if line]
 
 
@@ -372,11 +377,14 @@ def _memory(report: Mapping[str, Any]) -> list[str]:
 def _aftermath(report: Mapping[str, Any]) -> list[str]:
     delay_s = _number(report, "restart", "delay_s")
     deaths, allowed = _number(report, "restart", "num_deaths_in_window"), _number(report, "restart", "num_restarts_max")
-    start = "not started again" if delay_s is None else f"next start after {delay_s:.1f} s"
+    start = "not started again" if delay_s is None else f"restart delayed by {delay_s:.1f} s"
+    window = f" (deaths in the window {deaths}, restarts allowed {allowed})"
+    if _is_starting(report) and delay_s is None and not deaths:
+        window = ": a first start is not tried a second time"
     line = _joined(
         f"streams ended {_number(report, 'streams', 'num_ended') or 0}",
         f"replayed {_number(report, 'streams', 'num_replayed') or 0}",
-        f"{start} (deaths in the window {deaths}, restarts allowed {allowed})",
+        start + window,
     )
     return ["AFTERWARDS", f"  {line}"]
 
@@ -399,6 +407,10 @@ def _advice(report: Mapping[str, Any], death: Death) -> Iterable[str]:
 
 
 # Small things
+
+
+def _counted(count: float, word: str) -> str:
+    return f"{count} {word.removesuffix('s') if count == 1 else word}"
 
 
 def _is_starting(report: Mapping[str, Any]) -> bool:

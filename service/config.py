@@ -234,7 +234,8 @@ FLAGS = (
          "bfloat16", "TYPE", DTYPES),
     Flag("device", _text, "auto", "auto takes a GPU where there is one", "DEVICE", DEVICES),
     Flag("attention-backend", _text, "auto", "auto fits the device", "NAME", ("auto", "flash", "cpu", "reference")),
-    Flag("threads", _integer(1, 1024), None, "compute threads of the engine (default: one per usable core)"),
+    Flag("threads", _integer(1, 1024), None, "compute threads of each engine (default: one per usable core, "
+         "shared out among --replicas)"),
     Flag("max-model-len", _integer(2), None, "tokens of prompt and output together (default: the model's own limit)"),
     Flag("max-prompt-tokens", _integer(1), None, "tokens of a prompt (default: --max-model-len less one)"),
     Flag("max-output-tokens", _integer(1), 2048, "tokens of an output, and what absent max_tokens means"),
@@ -254,8 +255,8 @@ FLAGS = (
          "they were, on another engine or the next one", "WHAT", ("fail", "replay")),
     Flag("max-engine-restarts", _integer(0, 1000), 5, "engine deaths within five minutes after which the server gives "
          "up, unless another replica serves; 0 gives up at the first"),
-    Flag("standby", _integer(0, 1), 0, "1 keeps a warm second engine, which takes over from a dead one in a second; it "
-         "takes memory"),
+    Flag("standby", _integer(0, 1), 0, "1 keeps a warm second engine, which takes over from a dead one in a second or "
+         "two; it takes memory, and its own loading some of the cores", "0|1"),
     Flag("step-deadline", _number(0.1, 3600), 10.0, "seconds, beside what its work takes, after which a step without "
          "progress is a dead engine", "SECONDS", field="step_deadline_s"),
     Flag("drain-grace", _number(0, 86400), 30.0, "seconds that live streams get after SIGTERM", "SECONDS",
@@ -284,7 +285,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Declare every flag; values stay text until `parse`, so that flag and environment are checked alike."""
     for flag in FLAGS + NOT_YET:
         note = f" [{'|'.join(flag.choices)}]" if flag.choices else ""
-        if flag.default not in (None, False):
+        if flag.default is not None and flag.default is not False:
             note += f" (default: {flag.default})"
         if flag in NOT_YET:
             note += " (not available in this version)"

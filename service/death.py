@@ -105,6 +105,8 @@ def record_fields(death: Death, engine: str, process: EngineProcess) -> dict[str
         "pid": process.pid,
         "exit_status": _exit_status(status),
         "signal": _signal(status),
+        "killed_by_us": process.was_killed_by_us,
+        "hung": death.is_hang,
         "oom_kills": process.oom_kills(),
         "starting": death.was_starting,
         "phase": report.phase.name if report is not None else record.phase.name,

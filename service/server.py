@@ -20,6 +20,7 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -101,6 +102,7 @@ class Server:
         try:
             self._build()
             self._bind()
+            _make_crash_dir(self._config.crash_dir)
         except (ConfigurationError, StartupError) as error:
             return self._could_not_start(error)
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -350,6 +352,7 @@ class Server:
         if end.is_first_start:
             make = ConfigurationError if end.is_configuration else StartupError
             return self._could_not_start(make(end.root_cause))
+        logs.get_logger().error("gave up", reason=end.root_cause)
         write_termination_log(self._config.termination_log, end.root_cause)
         return ExitCode.GAVE_UP
 
@@ -443,6 +446,14 @@ def _grpc_options(config: ServerConfig) -> list[tuple[str, int]]:
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 20_000),
     ]
+
+
+def _make_crash_dir(path: Path) -> None:
+    """Now, so that it is not only at a death that somebody hears of it. The server serves all the same."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        logs.get_logger().warning("crash dir cannot be made", path=str(path), reason=error.strerror)
 
 
 def _why_not(config: ServerConfig) -> str:

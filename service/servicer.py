@@ -486,7 +486,7 @@ def _engine_info(replica: Replica) -> info_pb2.EngineInfo:
         state=replica.state.value,  # type: ignore[arg-type] # the numbers are the same
         pid=replica.pid,
     )
-    ready = replica.ready
+    ready = replica.ready if replica.is_serving else None
     if ready is not None:
         info.device = ready.device
         info.attention_backend = ready.attention_backend

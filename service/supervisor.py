@@ -32,7 +32,7 @@ from service.death import Death, Decision
 from service.engine import Engine, EngineSettings
 from service.errors import CallError, DrainingError, EngineDeadError, EngineStartingError
 from service.replica import EngineState, Replica
-from service.restart_policy import DELAY_S_MAX, RestartPolicy
+from service.restart_policy import DELAY_S_MAX, WINDOW_S, RestartPolicy
 from service.stream import RequestStream
 
 DRAINING_RETRY_AFTER_S = 1.0
@@ -41,6 +41,8 @@ START_S_UNKNOWN = 5.0
 """What a start is expected to take before any was measured."""
 ACTIVATION_S = 1.0
 """What a standby is expected to take."""
+IMPORTED_SHARE = 0.6
+"""Of a cold start, what is left to do once the imports are done."""
 LOAD_TIMEOUT_S_MIN = 60.0
 LOAD_TIMEOUT_STARTS = 10
 """A stage of a restart's loading may take this many first starts; the first one may have to download."""
@@ -155,7 +157,9 @@ class Supervisor:
         if self.is_serving:
             return 0.1
         now_s = self._clock()
-        load_s = ACTIVATION_S if self.has_standby else self._cold_start_s
+        load_s = self._cold_start_s
+        if self._spare is not None:
+            load_s = ACTIVATION_S if self.has_standby else IMPORTED_SHARE * load_s
         waits_s = [self._cold_start_s + 1.0]
         for replica in self.replicas:
             match replica.state:
@@ -252,7 +256,11 @@ class Supervisor:
             self._cold_start_s = ready.startup_s
         replica.ready = ready
         replica.move_to(EngineState.READY, self._clock())
-        logs.get_logger().info("engine ready", engine=engine.name, pid=ready.pid, startup_s=round(ready.startup_s, 2))
+        after = {}
+        if self._last_death is not None:
+            after = {"since_last_death_s": round(self._clock() - self._last_death.monotonic_s, 2)}
+        startup_s = round(ready.startup_s, 2)
+        logs.get_logger().info("engine ready", engine=engine.name, pid=ready.pid, startup_s=startup_s, **after)
         self._observer.on_replica_ready(replica, ready)
         self._plan_spare(0.0 if self._keeps_standby else self._spare_delay_s)
 
@@ -308,7 +316,13 @@ class Supervisor:
         """Its record is written."""
         self._dying.discard(engine)
         if death.decision.gives_up and not self.gave_up.done():
-            end = GiveUp(death.root_cause, death.decision.is_first_start, death.is_configuration)
+            decision, cause = death.decision, death.root_cause
+            if not decision.is_first_start:
+                cause += (
+                    f"; gave up after {decision.num_deaths_in_window} engine deaths within {WINDOW_S:g} s "
+                    f"(--max-engine-restarts {self._max_restarts}); death_id {death.death_id}"
+                )
+            end = GiveUp(cause, decision.is_first_start, death.is_configuration)
             self.gave_up.set_result(end)
 
     # Starting again

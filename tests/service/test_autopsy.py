@@ -197,12 +197,13 @@ def test_the_place_and_the_aftermath_are_told() -> None:
     for word in (
         "ENGINE DEATH 0123456789abcdef0123456789abcdef 2027-01-15 08:00:00.250 UTC · emberline-server 0.1.0",
         "replica 1 · pid 4242 · up 3 h · serving",
-        "tiny · float32 · cpu phase",
+        "model tiny · in float32 · on cpu phase",
         "phase EXECUTE of step 18000",
-        "step 18000: 3 sequences, 130 tokens, 1 new, 0 preempted · tokens before: 129, 128, 127, 126 ",
+        "step 18000: 3 sequences, 130 tokens, 1 new, 0 preempted ",
+        "0 preempted · before it 129, 128, 127, 126 tokens ",
         "#17 chat-42 · 12 prompt + 34 output tokens",
         "engine 1.00 GiB",
-        "streams ended 5 · replayed 2 · next start after 0.5 s (deaths in the window 2, restarts allowed 5)",
+        "streams ended 5 · replayed 2 · restart delayed by 0.5 s (deaths in the window 2, restarts allowed 5)",
     ):
         assert word in flat
     gone = report_of(aftermath=Aftermath(5, 0, num_deaths_in_window=6, num_restarts_max=5))
