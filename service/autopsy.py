@@ -378,7 +378,7 @@ def _aftermath(report: Mapping[str, Any]) -> list[str]:
     delay_s = _number(report, "restart", "delay_s")
     deaths, allowed = _number(report, "restart", "num_deaths_in_window"), _number(report, "restart", "num_restarts_max")
     start = "not started again" if delay_s is None else f"restart delayed by {delay_s:.1f} s"
-    window = f" (deaths in the window {deaths}, restarts allowed {allowed})"
+    window = f" ({deaths} deaths in the window, {allowed} allowed)"
     if _is_starting(report) and delay_s is None and not deaths:
         window = ": a first start is not tried a second time"
     line = _joined(

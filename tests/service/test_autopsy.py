@@ -203,7 +203,7 @@ def test_the_place_and_the_aftermath_are_told() -> None:
         "0 preempted · before it 129, 128, 127, 126 tokens ",
         "#17 chat-42 · 12 prompt + 34 output tokens",
         "engine 1.00 GiB",
-        "streams ended 5 · replayed 2 · restart delayed by 0.5 s (deaths in the window 2, restarts allowed 5)",
+        "streams ended 5 · replayed 2 · restart delayed by 0.5 s (2 deaths in the window, 5 allowed)",
     ):
         assert word in flat
     gone = report_of(aftermath=Aftermath(5, 0, num_deaths_in_window=6, num_restarts_max=5))
