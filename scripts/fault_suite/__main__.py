@@ -74,12 +74,14 @@ async def _figures(options: argparse.Namespace) -> int:
     rows: list[figures.Figure] = []
     for name in chosen:
         print(f"{name} …", flush=True)
-        began_s = time.monotonic()
+        began_s, num_before = time.monotonic(), len(rows)
         try:
             rows += await figures.FIGURES[name](settings)
         except BenchmarkError as error:
             print(f"  {name}: {error}", flush=True)
             rows.append(figures.Figure(name, "", "broken off", is_reached=False, details={"why": str(error)}))
+        for row in rows[num_before:]:
+            print(f"  {row.name}: {row.measured}")
         print(f"  {time.monotonic() - began_s:.0f} s", flush=True)
     print(figures.table(rows))
     _write(options.json, "chaos figures", {"seed": options.seed, "figures": [figures.as_json(row) for row in rows]})

@@ -94,6 +94,12 @@ def short() -> Ask:
     return fresh(1)
 
 
+def leaver(num_tokens: int) -> Ask:
+    """A prompt of two tokens, and a client that goes away once it has so many of a long answer."""
+    fields = {name: value for name, value in endless(0).fields.items() if name != "text"}
+    return Ask(FIRST_LEAVER, {**fields, "token_ids": {"ids": [504, 253]}}, leave_after_tokens=num_tokens)
+
+
 def poison(number: int, token_id: int, max_tokens: int = 24) -> Ask:
     """An ask with this token in its prompt."""
     fields = dict(endless(number, max_tokens).fields)

@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
@@ -47,6 +47,7 @@ HANG_ROUNDS = 3
 NUM_CANCELS = 20_000
 NUM_CANCELS_WARM = 4_000
 CANCELS_AT_A_TIME = 64
+CANCEL_FLAGS = (f"--max-num-seqs={CANCELS_AT_A_TIME}", "--max-num-batched-tokens=256")
 SIGTERM_ROUNDS = 3
 NUM_WATCHES = 3
 UNLIMITED = "--max-engine-restarts=1000"
@@ -404,7 +405,7 @@ async def cancels(options: Options) -> list[Figure]:
     """Resident memory of the front end before and after, over the number of streams; the first ones warm it up."""
     outcome = Outcome("cancels")
     points: list[tuple[int, int]] = []
-    async with arena(outcome, [*SMALL, f"--max-num-seqs={CANCELS_AT_A_TIME}"], options.seed, options.logs) as ring:
+    async with arena(outcome, [*SMALL, *CANCEL_FLAGS], options.seed, options.logs) as ring:
         for number in range(0, NUM_CANCELS_WARM + NUM_CANCELS, 1000):
             if number >= NUM_CANCELS_WARM:
                 await ring.check_idle()
@@ -433,8 +434,7 @@ async def _cancel(client: Client, count: int) -> None:
 
     async def caller() -> None:
         for number in waiting:
-            ask = replace(asks.fresh(), leave_after_tokens=number % 2)
-            await client.attempt(Call(ask, time.monotonic()))
+            await client.attempt(Call(asks.leaver(number % 2), time.monotonic()))
 
     tasks = [asyncio.create_task(caller()) for _ in range(CANCELS_AT_A_TIME)]
     _, late = await asyncio.wait(tasks, timeout=600.0)
