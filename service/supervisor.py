@@ -146,7 +146,7 @@ class Supervisor:
     def refusal(self) -> CallError:
         """What a call is told while nobody serves. Fresh for each."""
         retry_after_s = self.expected_serving_s()
-        if self._is_stopping:
+        if self._is_stopping and not self._has_given_up:
             return DrainingError(DRAINING_RETRY_AFTER_S)
         if self._last_death is None or any(replica.state is EngineState.STARTING for replica in self.replicas):
             return EngineStartingError(retry_after_s)

@@ -57,6 +57,8 @@ async def test_the_window_spent_is_the_end(log: CapturedLogs) -> None:
         assert run.replica.state is EngineState.FAILED
         assert not run.supervisor.can_recover
         assert len(log.of("fatal error")) == 3
+        await run.supervisor.stop()
+        assert isinstance(run.supervisor.refusal(), EngineDeadError)  # until the very end: it does not drain
 
 
 @pytest.mark.parametrize("fail_with", ["OddError:odd", "StartupError:odd"])
