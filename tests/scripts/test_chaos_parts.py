@@ -195,6 +195,14 @@ def test_the_list_names_every_fault_and_scenario(capsys: pytest.CaptureFixture[s
         assert name in text
 
 
+def test_memory_growth_is_told_from_the_collectors_noise() -> None:
+    """Two megabytes up and down do not hide 100 bytes a stream, nor make them up."""
+    noise = [0, 2_000_000, 400_000, 1_500_000, 0, 900_000, 2_000_000]
+    points = [(1000 * n, 10**8 + noise[n % len(noise)]) for n in range(21)]
+    assert abs(figures.slope(points)) < 64
+    assert 64 < figures.slope([(x, y + 139 * x) for x, y in points]) < 220
+
+
 def test_a_figure_that_was_not_run_is_not_called_reached() -> None:
     """The hour of saturation is left out unless it is asked for."""
     row = figures.soak_row(None)
