@@ -83,6 +83,8 @@ class Figures:
 
 
 async def run(options: argparse.Namespace, server_flags: Sequence[str]) -> None:
+    # The end of a server that gives up is a figure, too; a flag of the caller's own comes later and counts.
+    server_flags = ["--max-engine-restarts=0", *server_flags]
     rounds: list[Round] = []
     for num_streams in options.streams:
         for number in range(options.repeat):
