@@ -27,17 +27,22 @@ def main(arguments: Sequence[str]) -> int:
     options = parser().parse_args(arguments)
     try:
         return asyncio.run(_until_terminated(options))
-    except (asyncio.CancelledError, KeyboardInterrupt):
+    except KeyboardInterrupt:
         print("chaos: interrupted", file=sys.stderr)
         return 1
 
 
 async def _until_terminated(options: argparse.Namespace) -> int:
     """SIGTERM ends it as Ctrl-C does: with the servers it has started."""
-    task = asyncio.current_task()
-    assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    status: int = await options.command(options)
+    task = asyncio.ensure_future(options.command(options))
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: task.cancel("terminated"))
+    try:
+        status: int = await task
+    except asyncio.CancelledError as error:
+        if error.args != ("terminated",):
+            raise
+        print("chaos: terminated", file=sys.stderr)
+        return 1
     return status
 
 

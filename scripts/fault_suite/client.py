@@ -123,9 +123,10 @@ class Client:
             status = status_of(error)
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if call.left_s is None or (task is not None and task.cancelling()):
+            if task is not None and task.cancelling():
                 raise
-            status = Status("CANCELLED")  # grpc.aio raises this where we cancelled the call ourselves
+            # grpc.aio raises this where we cancelled the call ourselves; anywhere else it is no end that is allowed.
+            status = Status("CANCELLED", message="by the client's own library")
         finally:
             rpc.cancel()
         call.ended_s = time.monotonic()
