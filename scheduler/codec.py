@@ -21,12 +21,14 @@ from scheduler.messages import (
     EngineFailed,
     FromEngine,
     LoadProgress,
+    Pause,
     Ready,
     Shutdown,
     StandingBy,
     StepOutputs,
     Submit,
     ToEngine,
+    Unpause,
 )
 
 MAX_FRAME_BYTES = 64 * 1024 * 1024
@@ -44,6 +46,8 @@ _TYPES: tuple[type[Any], ...] = (
     EngineFailed,
     Activate,
     StandingBy,
+    Pause,
+    Unpause,
 )
 _TAG_OF = {message_type: tag for tag, message_type in enumerate(_TYPES)}
 _DECODERS = tuple(msgspec.msgpack.Decoder(message_type) for message_type in _TYPES)

@@ -36,6 +36,10 @@ class FailureKind(IntEnum):
     """A step raised with it alone in the batch; without it, steps do not."""
     OUT_OF_MEMORY = 4
     """Memory ran out in a step that held it alone, in the smallest chunks."""
+    QUEUE_TIMEOUT = 6
+    """`Submit.queue_timeout_s` passed before its first step."""
+    BAD_GUIDE = 7
+    """Its compiled grammar cannot be read, or its matcher refuses what it allowed before."""
     INTERNAL = 5
     """Our own code raised over this one request; the engine's log has the traceback under `incident_id`."""
 
@@ -85,6 +89,9 @@ class SamplingParams:
 
     Log-probabilities are those of the model: log-softmax of the raw logits, before any option above.
     """
+    num_prompt_logprobs: int | None = None
+    """The same for every position of the prompt but its first, which nothing comes before. Such a request reads nothing
+    from the prefix cache: a position that is not computed has no logits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +99,8 @@ class StoppingParams:
     """When a sequence ends. Stop strings are the front end's business: an engine knows no text."""
 
     max_tokens: int
-    """Upper bound of output tokens, resumed ones included; at least 1."""
+    """Upper bound of output tokens, resumed ones included; at least 1, or 0 with `num_prompt_logprobs`: then the prompt
+    is computed, and the sequence ends without a token."""
     min_tokens: int = 0
     """Until this many output tokens exist (resumed included), stop tokens and EOS have probability 0."""
     eos_token_ids: tuple[int, ...] = ()
@@ -116,6 +124,12 @@ class Submit:
     """Sequences forked after the shared prompt."""
     priority: int = 0
     """Higher is served sooner."""
+    queue_timeout_s: float | None = None
+    """Seconds, from its arrival in the engine, within which its first step must begin; else it fails (QUEUE_TIMEOUT)
+    without one."""
+    guide: bytes = b""
+    """A compiled grammar that the output follows, as `scheduler.model.guide` reads it; empty: none. Its state is a
+    function of the output tokens, resumed ones included."""
     cache_salt: str = ""
     """Prefix-cache blocks are shared only between requests of equal salt."""
     cache_bypass: bool = False
@@ -128,6 +142,22 @@ class Submit:
 @dataclass(frozen=True, slots=True)
 class Abort:
     """Forget these requests. Idempotent; unknown ids are ignored. Overtakes queued Submits."""
+
+    request_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Give these requests no more steps until `Unpause`: their readers are slow. They keep their blocks unless others
+    need them. Idempotent; unknown ids are ignored.
+    """
+
+    request_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Unpause:
+    """Go on with these. Idempotent; unknown ids are ignored."""
 
     request_ids: tuple[int, ...]
 
@@ -217,6 +247,8 @@ class SequenceOutput:
     """Set on the sequence's last output."""
     num_cached_tokens: int | None = None
     """Prompt tokens taken from the prefix cache; set on the sequence's first output only."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    """One per prompt token but the first, if asked for; on the first output of sequence 0 only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +286,12 @@ class StepOutputs:
     outputs: tuple[SequenceOutput, ...]
     failures: tuple[RequestFailure, ...]
     stats: EngineStats
+    step_s: float = 0.0
+    """How long the step took, from `schedule()` to the end of `update_from_output()`."""
+    num_seqs: int = 0
+    """Sequences in the step."""
+    num_batched_tokens: int = 0
+    """Tokens that it computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,5 +311,5 @@ class EngineFailed:
     """True if it never was ready."""
 
 
-ToEngine = Submit | Abort | Shutdown | Activate
+ToEngine = Submit | Abort | Pause | Unpause | Shutdown | Activate
 FromEngine = LoadProgress | Ready | StepOutputs | EngineFailed | StandingBy

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
@@ -336,7 +337,7 @@ def _sampling(
     top_p = number("top_p", defaults.top_p, 0, 1)
     if options.HasField("top_p") and top_p == 0:
         check.fail("sampling.top_p", "must be in (0, 1]")
-    values = {
+    values: dict[str, Any] = {
         "min_p": number("min_p", defaults.min_p, 0, 1),
         "presence_penalty": number("presence_penalty", 0.0, -2, 2),
         "frequency_penalty": number("frequency_penalty", 0.0, -2, 2),

@@ -157,3 +157,47 @@ class InternalError(CallError):
     def __init__(self, incident_id: str) -> None:
         super().__init__("internal error")
         self.incident_id = incident_id
+
+
+class UnauthenticatedError(CallError):
+    """No credentials, or none that this server knows. UNAUTHENTICATED."""
+
+    def __init__(self) -> None:
+        super().__init__("a valid bearer token is required")
+
+
+class PermissionDeniedError(CallError):
+    """Known credentials, which do not open this service. PERMISSION_DENIED."""
+
+    def __init__(self, scope: str) -> None:
+        super().__init__(f"this token does not have the scope {scope}")
+        self.scope = scope
+
+
+class AbortedByAdministratorError(CallError):
+    """An administrator ended the request. ABORTED."""
+
+    def __init__(self) -> None:
+        super().__init__("aborted by an administrator")
+
+
+class TimeLimitError(CallError):
+    """A time limit passed, or is sure to pass, before the request's first step. DEADLINE_EXCEEDED.
+
+    `limit`: which one, `deadline` (the call's own), `max_queue_time` or `max_time`. `place`: where it was found out,
+    `admission` (refused early) or `queue`.
+    """
+
+    def __init__(self, limit: str, place: str) -> None:
+        super().__init__(f"{limit} would pass before the first token" if place == "admission" else f"{limit} passed")
+        self.limit = limit
+        self.place = place
+
+
+class GuideLimitError(CallError):
+    """Compiling the guide takes more time or memory than it may. INVALID_ARGUMENT."""
+
+    def __init__(self, what: str) -> None:
+        """`what`: `time`, `memory` or `size`."""
+        super().__init__(f"compiling the guide exceeds the limit of {what}")
+        self.what = what

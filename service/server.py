@@ -31,6 +31,7 @@ from scheduler import logs
 from scheduler.errors import ConfigurationError, StartupError
 from scheduler.messages import Ready
 from service.admission import Admission
+from service.backend import Backend
 from service.blame import Blame
 from service.config import ServerConfig
 from service.death import Death
@@ -41,12 +42,13 @@ from service.engine_process import ENGINE_COMMAND
 from service.errors import DrainingError, QueueFullError
 from service.exit import ExitCode, write_termination_log
 from service.health import HealthServicer
+from service.info import InfoServicer
 from service.journal import Journal
 from service.reflection import reflection_handlers
 from service.replica import Replica
 from service.request import Limits
 from service.router import Router
-from service.servicer import Backend, InferenceServicer, InfoServicer, TokenizerServicer
+from service.servicer import InferenceServicer, TokenizerServicer
 from service.status import safe_handlers
 from service.stream import RequestStream
 from service.supervisor import DRAINING_RETRY_AFTER_S, Supervisor

@@ -104,6 +104,13 @@ TABLE: dict[type[errors.CallError], Callable[[Any], _Row]] = {
     errors.NonFiniteError: lambda _: _Row(code_pb2.INTERNAL, "NON_FINITE", (), NEVER),
     errors.PoisonRequestError: _poison,
     errors.RequestOutOfMemoryError: lambda _: _Row(code_pb2.RESOURCE_EXHAUSTED, "OUT_OF_MEMORY", (), NEVER),
+    errors.UnauthenticatedError: lambda _: _Row(code_pb2.UNAUTHENTICATED, "UNAUTHENTICATED"),
+    errors.PermissionDeniedError: lambda e: _Row(code_pb2.PERMISSION_DENIED, "SCOPE_MISSING", (("scope", e.scope),)),
+    errors.AbortedByAdministratorError: lambda _: _Row(code_pb2.ABORTED, "ABORTED_BY_ADMINISTRATOR"),
+    errors.TimeLimitError: lambda e: _Row(
+        code_pb2.DEADLINE_EXCEEDED, "TIME_LIMIT", (("limit", e.limit), ("place", e.place))
+    ),
+    errors.GuideLimitError: lambda e: _Row(code_pb2.INVALID_ARGUMENT, "GUIDE_LIMIT", (("limit", e.what),)),
     errors.InternalError: lambda e: _Row(code_pb2.INTERNAL, "INTERNAL", (("incident_id", e.incident_id),)),
 }
 """Error class → its row. A test walks `service.errors` and fails on a class without one."""

@@ -272,7 +272,8 @@ async def _restarts(
         info = await ring.client.unary("InfoService/GetServerInfo")
         load_s = info.engines[0].startup.ToTimedelta().total_seconds()
         for _ in range(rounds):
-            if not await ring.server.until(ring.server.helpers, READY_LIMIT_S):  # it is made a while after ready
+            # It is made a while after ready.
+            if not await ring.server.until(lambda: bool(ring.server.helpers()), READY_LIMIT_S):
                 raise BenchmarkError("no spare")
             await _until_settled(ring.server, len(ring.server.engines()))
             episode = ring.begin("kill", 1, 1)

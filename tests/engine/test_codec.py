@@ -20,6 +20,7 @@ from scheduler.messages import (
     FailureKind,
     FinishReason,
     LoadProgress,
+    Pause,
     Phase,
     Ready,
     RequestFailure,
@@ -31,6 +32,7 @@ from scheduler.messages import (
     StoppingParams,
     Submit,
     TokenLogprobs,
+    Unpause,
 )
 
 MESSAGES: list[Message] = [
@@ -52,6 +54,8 @@ MESSAGES: list[Message] = [
     Activate(),
     Activate(device_index=3),
     StandingBy(1234),
+    Pause((1, 2)),
+    Unpause((1, 2)),
     LoadProgress("weights", 1.25),
     Ready(1, "llama", 10, 20, "float32", "cpu", "cpu", 16, 100, 2048, 64, 512, 3.5, 0.002),
     StepOutputs(

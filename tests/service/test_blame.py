@@ -79,12 +79,14 @@ def test_a_fingerprint_is_the_same_for_the_like_of_a_request(blame: Blame) -> No
                 "logit_bias": ((1, 1.0),),
                 "allowed_token_ids": (1, 2),
                 "num_logprobs": 0,
+                "num_prompt_logprobs": 0,
             }.items()
         ),
         Submit(1, (1, 2, 3), SamplingParams(), StoppingParams(101)),
         Submit(1, (1, 2, 3), SamplingParams(), StoppingParams(100, min_tokens=1)),
         Submit(1, (1, 2, 3), SamplingParams(), StoppingParams(100, eos_token_ids=(3,))),
         Submit(1, (1, 2, 3), SamplingParams(), StoppingParams(100, stop_token_ids=(3,))),
+        Submit(1, (1, 2, 3), SamplingParams(), StoppingParams(100), guide=b"{}"),
     ],
 )
 def test_a_fingerprint_tells_apart_whatever_an_engine_computes_by(blame: Blame, other: Submit) -> None:
@@ -94,7 +96,7 @@ def test_a_fingerprint_tells_apart_whatever_an_engine_computes_by(blame: Blame, 
 
 def test_every_sampling_value_is_in_the_fingerprint_or_is_the_seed() -> None:
     """A new field of SamplingParams or StoppingParams must be put into the test above; it is in the digest anyway."""
-    assert len(dataclasses.fields(SamplingParams)) == 11
+    assert len(dataclasses.fields(SamplingParams)) == 12
     assert len(dataclasses.fields(StoppingParams)) == 4
 
 

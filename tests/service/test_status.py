@@ -32,6 +32,11 @@ SAMPLES: dict[type[errors.CallError], errors.CallError] = {
         errors.NonFiniteError: errors.NonFiniteError,
         errors.PoisonRequestError: lambda: errors.PoisonRequestError("d-1"),
         errors.RequestOutOfMemoryError: errors.RequestOutOfMemoryError,
+        errors.UnauthenticatedError: errors.UnauthenticatedError,
+        errors.PermissionDeniedError: lambda: errors.PermissionDeniedError("admin"),
+        errors.AbortedByAdministratorError: errors.AbortedByAdministratorError,
+        errors.TimeLimitError: lambda: errors.TimeLimitError("deadline", "queue"),
+        errors.GuideLimitError: lambda: errors.GuideLimitError("time"),
         errors.InternalError: lambda: errors.InternalError("i-1"),
     }.items()
 }
@@ -93,6 +98,11 @@ def test_the_table_has_no_row_too_many() -> None:
         (errors.UnsupportedOptionError(["n"]), "UNIMPLEMENTED", "UNSUPPORTED_OPTION", None),
         (errors.NoChatTemplateError(), "FAILED_PRECONDITION", "NO_CHAT_TEMPLATE", None),
         (errors.TemplateError(), "INVALID_ARGUMENT", "TEMPLATE_ERROR", None),
+        (errors.UnauthenticatedError(), "UNAUTHENTICATED", "UNAUTHENTICATED", None),
+        (errors.PermissionDeniedError("admin"), "PERMISSION_DENIED", "SCOPE_MISSING", None),
+        (errors.AbortedByAdministratorError(), "ABORTED", "ABORTED_BY_ADMINISTRATOR", None),
+        (errors.TimeLimitError("deadline", "admission"), "DEADLINE_EXCEEDED", "TIME_LIMIT", None),
+        (errors.GuideLimitError("time"), "INVALID_ARGUMENT", "GUIDE_LIMIT", None),
     ],
 )
 def test_codes_reasons_and_pushbacks(error: errors.CallError, code: str, reason: str, pushback: str | None) -> None:

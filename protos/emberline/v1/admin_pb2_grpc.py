@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class AdminServiceStub(object):
-    """Changes what the server is doing. Not available in this version: the flag is refused.
+    """Changes what the server is doing.
     """
 
     def __init__(self, channel):
@@ -48,7 +48,7 @@ class AdminServiceStub(object):
 
 
 class AdminServiceServicer(object):
-    """Changes what the server is doing. Not available in this version: the flag is refused.
+    """Changes what the server is doing.
     """
 
     def Abort(self, request, context):
@@ -59,7 +59,8 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Stops taking new requests and waits for the live ones.
+        """Stops taking new requests, as SIGTERM does, and answers at once; the process ends when the live ones have, or
+        their grace is over. Idempotent: a second one can only shorten the grace.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -87,7 +88,7 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdminService(object):
-    """Changes what the server is doing. Not available in this version: the flag is refused.
+    """Changes what the server is doing.
     """
 
     @staticmethod

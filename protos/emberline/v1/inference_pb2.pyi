@@ -227,14 +227,16 @@ class TokenLogprob(_message.Message):
     def __init__(self, id: _Optional[int] = ..., logprob: _Optional[float] = ...) -> None: ...
 
 class PromptInfo(_message.Message):
-    __slots__ = ("count", "cached", "seed")
+    __slots__ = ("count", "cached", "seed", "tokens")
     COUNT_FIELD_NUMBER: _ClassVar[int]
     CACHED_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
     count: int
     cached: int
     seed: int
-    def __init__(self, count: _Optional[int] = ..., cached: _Optional[int] = ..., seed: _Optional[int] = ...) -> None: ...
+    tokens: _containers.RepeatedCompositeFieldContainer[Token]
+    def __init__(self, count: _Optional[int] = ..., cached: _Optional[int] = ..., seed: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[Token, _Mapping]]] = ...) -> None: ...
 
 class Finish(_message.Message):
     __slots__ = ("reason", "matched", "matched_token_id")

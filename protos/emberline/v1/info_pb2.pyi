@@ -59,7 +59,7 @@ class GetModelInfoResponse(_message.Message):
     def __init__(self, model: _Optional[str] = ..., model_type: _Optional[str] = ..., num_parameters: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., sampling_defaults: _Optional[_Union[SamplingDefaults, _Mapping]] = ..., capabilities: _Optional[_Union[Capabilities, _Mapping]] = ..., dtype: _Optional[str] = ...) -> None: ...
 
 class Limits(_message.Message):
-    __slots__ = ("max_model_len", "max_prompt_tokens", "max_output_tokens", "max_logprobs", "max_stop_strings", "max_stop_string_bytes", "max_stop_token_ids", "max_request_bytes", "max_chat_messages")
+    __slots__ = ("max_model_len", "max_prompt_tokens", "max_output_tokens", "max_logprobs", "max_stop_strings", "max_stop_string_bytes", "max_stop_token_ids", "max_request_bytes", "max_chat_messages", "max_sequences", "max_guide_bytes", "max_guide_choices")
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     MAX_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +69,9 @@ class Limits(_message.Message):
     MAX_STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     MAX_REQUEST_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_CHAT_MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    MAX_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    MAX_GUIDE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_GUIDE_CHOICES_FIELD_NUMBER: _ClassVar[int]
     max_model_len: int
     max_prompt_tokens: int
     max_output_tokens: int
@@ -78,7 +81,10 @@ class Limits(_message.Message):
     max_stop_token_ids: int
     max_request_bytes: int
     max_chat_messages: int
-    def __init__(self, max_model_len: _Optional[int] = ..., max_prompt_tokens: _Optional[int] = ..., max_output_tokens: _Optional[int] = ..., max_logprobs: _Optional[int] = ..., max_stop_strings: _Optional[int] = ..., max_stop_string_bytes: _Optional[int] = ..., max_stop_token_ids: _Optional[int] = ..., max_request_bytes: _Optional[int] = ..., max_chat_messages: _Optional[int] = ...) -> None: ...
+    max_sequences: int
+    max_guide_bytes: int
+    max_guide_choices: int
+    def __init__(self, max_model_len: _Optional[int] = ..., max_prompt_tokens: _Optional[int] = ..., max_output_tokens: _Optional[int] = ..., max_logprobs: _Optional[int] = ..., max_stop_strings: _Optional[int] = ..., max_stop_string_bytes: _Optional[int] = ..., max_stop_token_ids: _Optional[int] = ..., max_request_bytes: _Optional[int] = ..., max_chat_messages: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_guide_bytes: _Optional[int] = ..., max_guide_choices: _Optional[int] = ...) -> None: ...
 
 class SamplingDefaults(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -129,7 +135,7 @@ class GetServerInfoResponse(_message.Message):
     def __init__(self, version: _Optional[str] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., uptime: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., engines: _Optional[_Iterable[_Union[EngineInfo, _Mapping]]] = ...) -> None: ...
 
 class EngineInfo(_message.Message):
-    __slots__ = ("index", "state", "pid", "device", "attention_backend", "attention_backend_note", "block_size", "num_kv_blocks", "startup")
+    __slots__ = ("index", "state", "pid", "device", "attention_backend", "attention_backend_note", "block_size", "num_kv_blocks", "startup", "deaths", "last_death_id", "load")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -139,6 +145,9 @@ class EngineInfo(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     NUM_KV_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     STARTUP_FIELD_NUMBER: _ClassVar[int]
+    DEATHS_FIELD_NUMBER: _ClassVar[int]
+    LAST_DEATH_ID_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
     index: int
     state: EngineState
     pid: int
@@ -148,24 +157,47 @@ class EngineInfo(_message.Message):
     block_size: int
     num_kv_blocks: int
     startup: _duration_pb2.Duration
-    def __init__(self, index: _Optional[int] = ..., state: _Optional[_Union[EngineState, str]] = ..., pid: _Optional[int] = ..., device: _Optional[str] = ..., attention_backend: _Optional[str] = ..., attention_backend_note: _Optional[str] = ..., block_size: _Optional[int] = ..., num_kv_blocks: _Optional[int] = ..., startup: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    deaths: int
+    last_death_id: str
+    load: EngineLoad
+    def __init__(self, index: _Optional[int] = ..., state: _Optional[_Union[EngineState, str]] = ..., pid: _Optional[int] = ..., device: _Optional[str] = ..., attention_backend: _Optional[str] = ..., attention_backend_note: _Optional[str] = ..., block_size: _Optional[int] = ..., num_kv_blocks: _Optional[int] = ..., startup: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., deaths: _Optional[int] = ..., last_death_id: _Optional[str] = ..., load: _Optional[_Union[EngineLoad, _Mapping]] = ...) -> None: ...
+
+class EngineLoad(_message.Message):
+    __slots__ = ("running", "waiting", "kv_blocks_used", "streams", "generated_tokens_total", "step")
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    KV_BLOCKS_USED_FIELD_NUMBER: _ClassVar[int]
+    STREAMS_FIELD_NUMBER: _ClassVar[int]
+    GENERATED_TOKENS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    running: int
+    waiting: int
+    kv_blocks_used: int
+    streams: int
+    generated_tokens_total: int
+    step: _duration_pb2.Duration
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_blocks_used: _Optional[int] = ..., streams: _Optional[int] = ..., generated_tokens_total: _Optional[int] = ..., step: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class GetLoadRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class GetLoadResponse(_message.Message):
-    __slots__ = ("running", "waiting", "waiting_tokens", "kv_blocks_used", "kv_blocks_total", "preemptions_total")
+    __slots__ = ("running", "waiting", "waiting_tokens", "kv_blocks_used", "kv_blocks_total", "preemptions_total", "generated_tokens_total", "live_calls")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     KV_BLOCKS_USED_FIELD_NUMBER: _ClassVar[int]
     KV_BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    GENERATED_TOKENS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    LIVE_CALLS_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     waiting_tokens: int
     kv_blocks_used: int
     kv_blocks_total: int
     preemptions_total: int
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., kv_blocks_used: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., preemptions_total: _Optional[int] = ...) -> None: ...
+    generated_tokens_total: int
+    live_calls: int
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., kv_blocks_used: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., preemptions_total: _Optional[int] = ..., generated_tokens_total: _Optional[int] = ..., live_calls: _Optional[int] = ...) -> None: ...

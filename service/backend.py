@@ -1,0 +1,54 @@
+"""The parts of one server that the rpc bodies work with.
+
+What lives here: their bundle, built by `server.py`. What must not: rpc bodies, and
+parts that only the server itself needs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from service.admission import Admission
+from service.config import ServerConfig
+from service.dispatch import Dispatcher
+from service.errors import EngineStartingError
+from service.journal import Journal
+from service.request import GenerateRequest, Limits
+from service.supervisor import Supervisor
+from service.tokenizer import Tokenizer
+from service.workers import Workers
+
+
+@dataclass(slots=True)
+class Backend:
+    """The parts that the rpc bodies work with. `tokenizer` and `limits` come with time."""
+
+    config: ServerConfig
+    admission: Admission
+    journal: Journal
+    supervisor: Supervisor
+    dispatcher: Dispatcher
+    prompt_workers: Workers
+    """For the prompts of Generate and Complete, so that a long one stalls nobody's tokens."""
+    tool_workers: Workers
+    """For Tokenize and Detokenize, so that these keep no prompt waiting."""
+    clock: Callable[[], float] = time.monotonic
+    tokenizer: Tokenizer | None = None
+    limits: Limits | None = None
+    """Before an engine was ready: what is known without one."""
+    eos_token_ids: tuple[int, ...] = ()
+    """Of the tokenizer's, those that the model has."""
+
+    def is_replayed(self, request: GenerateRequest) -> bool:
+        """Whether the request's stream goes on after its engine's death."""
+        if request.resume_on_engine_death is not None:
+            return request.resume_on_engine_death
+        return self.config.on_engine_death == "replay"
+
+    def served(self) -> tuple[Tokenizer, Limits]:
+        """What calls need besides an engine. Raises EngineStartingError."""
+        if self.tokenizer is None or self.limits is None:
+            raise EngineStartingError(self.supervisor.expected_serving_s())
+        return self.tokenizer, self.limits
