@@ -164,7 +164,8 @@ class Blame:
 
     def fingerprint(self, submit: Submit) -> bytes:
         """The same for every attempt of one request, and for whoever sends the like of it: the prompt, and all that
-        says how to sample and when to stop, a guide included. Not the seed (it is drawn anew) and not what has been resumed.
+        says how to sample and when to stop, a guide included. Not the seed (it is drawn anew) and not what has been
+        resumed.
         """
         sampling = dataclasses.replace(submit.sampling, seed=0)
         data = _encoder.encode((submit.prompt_token_ids, sampling, submit.stopping, submit.guide))
