@@ -46,8 +46,9 @@ COLD_ROUNDS = 4
 HANG_DEADLINE_S = 3.0
 HANG_ROUNDS = 3
 NUM_CANCELS = 60_000
-"""Three times what is asked about: between collections memory goes up and down by 2 MB, which over 20,000 streams is 100 B
-each, and tells nothing of a leak of 64."""
+"""Three times what is asked about: between collections memory goes up and down by 2 MB, which over 20,000 streams is
+100 B each, and tells nothing of a leak of 64.
+"""
 NUM_CANCELS_WARM = 4_000
 CANCELS_AT_A_TIME = 64
 CANCEL_FLAGS = (f"--max-num-seqs={CANCELS_AT_A_TIME}", "--max-num-batched-tokens=256")
