@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,9 @@ from service.errors import CallError, DrainingError, EngineDeadError, EngineStar
 
 _QUIET_ERRORS = (DrainingError, EngineDeadError, EngineStartingError, QueueFullError)
 """These come in crowds, and the crowd's cause has a record of its own: one line for each would be a flood."""
+
+CLIENT: ContextVar[str | None] = ContextVar("client", default=None)
+"""The name of the token that the present call came with, set before its handler runs."""
 
 
 @dataclass(slots=True)
@@ -38,6 +42,8 @@ class Account:
 def one_line(account: Account, clock: Callable[[], float]) -> Iterator[None]:
     """Log the request's one line, however it ends. No text of the user is in it, apart from the label."""
     outcome: dict[str, Any] = {}
+    client = CLIENT.get()
+    caller = {} if client is None else {"client": client}
     log = logs.get_logger().info
     try:
         yield
@@ -60,6 +66,7 @@ def one_line(account: Account, clock: Callable[[], float]) -> Iterator[None]:
         log(
             "request finished",
             request_id=account.label,
+            **caller,
             finish=account.finish,
             **outcome,
             num_prompt_tokens=account.num_prompt_tokens,
