@@ -16,11 +16,12 @@ from typing import Any
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
-from emberline.v1 import inference_pb2, tokenizer_pb2
+from emberline.v1 import admin_pb2, inference_pb2, tokenizer_pb2
 from scheduler.messages import (
     GREEDY_TEMPERATURE,
     FinishReason,
     SamplingParams,
+    SequenceStart,
     StoppingParams,
     Submit,
     TokenLogprobs,
@@ -50,6 +51,9 @@ TOP_P_MIN = 1e-6
 NUM_VIOLATIONS_PER_LIST_MAX = 4
 _ROLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _LABEL = re.compile(rf"[\x20-\x7e]{{1,{REQUEST_ID_BYTES_MAX}}}")
+_LABEL_BOUNDS = f"must be 1 to {REQUEST_ID_BYTES_MAX} characters of printable ASCII"
+ABORT_IDS_MAX = 1024
+DRAIN_GRACE_S_MAX = 86400
 _DURATION_S_MAX = 315_576_000_000
 """Of google.protobuf.Duration."""
 
@@ -128,7 +132,7 @@ def generate_request(
     check = _Check()
     label = message.request_id if message.HasField("request_id") else None
     if label is not None and not _LABEL.fullmatch(label):
-        check.fail("request_id", f"must be 1 to {REQUEST_ID_BYTES_MAX} characters of printable ASCII")
+        check.fail("request_id", _LABEL_BOUNDS)
     prompt = _prompt(check, message, limits)
     sampling = _sampling(check, message, limits, defaults)
     max_tokens, min_tokens = _token_bounds(check, message, limits)
@@ -136,6 +140,11 @@ def generate_request(
     resume_token_ids = check.token_ids(
         "resume_token_ids", message.resume_token_ids, limits.vocab_size, limits.max_model_len
     )
+    num_sequences = 1
+    if message.sampling.HasField("n"):
+        num_sequences = check.integer("sampling.n", message.sampling.n, 1, limits.max_sequences)
+        if num_sequences > 1 and resume_token_ids:
+            check.fail("resume_token_ids", "only with one sequence: they do not say whose they are")
     output = _output(check, message.output, limits)
     salt = message.cache.salt
     check.that(len(salt.encode()) <= CACHE_SALT_BYTES_MAX, "cache.salt", f"at most {CACHE_SALT_BYTES_MAX} bytes")
@@ -160,6 +169,7 @@ def generate_request(
         cache_salt=salt,
         cache_bypass=message.cache.bypass,
         priority=priority,
+        num_sequences=num_sequences,
         resume_token_ids=resume_token_ids,
         resume_on_engine_death=(message.resume_on_engine_death if message.HasField("resume_on_engine_death") else None),
     )
@@ -195,13 +205,13 @@ def to_submit(
             eos_token_ids=eos,
             stop_token_ids=request.stop_token_ids,
         ),
-        resume_token_ids=request.resume_token_ids,
+        sequences=tuple(SequenceStart(index, request.resume_token_ids) for index in range(request.num_sequences)),
         priority=request.priority,
         cache_salt=request.cache_salt,
         cache_bypass=request.cache_bypass,
     )
     check = _Check()
-    _check_prompt(check, submit, _prompt_field(request.prompt), limits)
+    _check_prompt(check, submit, len(request.resume_token_ids), _prompt_field(request.prompt), limits)
     allowed = request.sampling.allowed_token_ids
     if allowed and request.min_tokens and set(allowed) <= {*eos, *request.stop_token_ids}:
         check.fail("sampling.allowed_token_ids", "min_tokens leaves none of them to sample: all of them stop")
@@ -238,6 +248,30 @@ def detokenize_request(
     token_ids = check.token_ids("ids", message.ids, limits.vocab_size, limits.max_model_len)
     check.settle()
     return DetokenizeRequest(token_ids, _or(message, "skip_special_tokens", default=True))
+
+
+def abort_labels(message: admin_pb2.AbortRequest) -> list[str]:
+    """Raises InvalidRequestError."""
+    check = _Check()
+    labels = list(message.request_ids)
+    if check.that(1 <= len(labels) <= ABORT_IDS_MAX, "request_ids", f"1 to {ABORT_IDS_MAX} ids"):
+        bad = [position for position, label in enumerate(labels) if not _LABEL.fullmatch(label)]
+        for position in bad[:NUM_VIOLATIONS_PER_LIST_MAX]:
+            check.fail(f"request_ids[{position}]", _LABEL_BOUNDS)
+    check.settle()
+    return labels
+
+
+def drain_grace_s(message: admin_pb2.DrainRequest) -> float | None:
+    """None: absent. Raises InvalidRequestError."""
+    if not message.HasField("grace"):
+        return None
+    check = _Check()
+    seconds, nanos = message.grace.seconds, message.grace.nanos
+    valid = 0 <= seconds <= DRAIN_GRACE_S_MAX and 0 <= nanos < 1_000_000_000
+    check.that(valid, "grace", f"must be a duration in [0, {DRAIN_GRACE_S_MAX}] seconds")
+    check.settle()
+    return seconds + nanos / 1e9
 
 
 def check_model(model: str, served_model_name: str) -> None:
@@ -421,9 +455,6 @@ def _output(check: _Check, output: inference_pb2.OutputOptions, limits: Limits) 
 
 def _not_in_this_version(check: _Check, message: inference_pb2.GenerateRequest) -> None:
     """What is part of the protocol but does not work yet. A wrong value is still a wrong value."""
-    if message.sampling.HasField("n"):
-        check.integer("sampling.n", message.sampling.n, 1, INT32_MAX)
-        check.unless(message.sampling.n == 1, "sampling.n above 1")
     check.unless(not message.output.HasField("prompt_logprobs"), "output.prompt_logprobs")
     check.unless(message.output.stream_interval <= 1, "output.stream_interval above 1")
     if message.HasField("guided"):
@@ -447,10 +478,10 @@ def _prompt_field(prompt: PromptInput) -> str:
             return "token_ids.ids"
 
 
-def _check_prompt(check: _Check, submit: Submit, field: str, limits: Limits) -> None:
+def _check_prompt(check: _Check, submit: Submit, num_resumed_tokens: int, field: str, limits: Limits) -> None:
     """Resumed tokens are output: the prompt alone is held to its limit, both together to the context."""
     prompt = submit.prompt_token_ids
-    num_tokens = len(prompt) + len(submit.resume_token_ids)
+    num_tokens = len(prompt) + num_resumed_tokens
     if not prompt:
         check.fail(field, "at least one token")
     elif len(prompt) > limits.max_prompt_tokens:

@@ -87,7 +87,7 @@ class Dispatcher:
         entry = stream.entry
         if replica is not None:
             if entry.sent is not None and not (is_over or is_done):
-                self._blame.on_left(entry.sent, entry.num_output_tokens)
+                self._blame.on_left(_suspect(entry))
             elif entry.sent is not None:
                 self._blame.cleared(entry.sent)
             self._router.on_end(request_id)
@@ -95,6 +95,15 @@ class Dispatcher:
                 replica.engine.client.leave(request_id, abort=not is_over)
             if entry.sent is not None and entry.sent.alone_until:
                 self._send_waiting()  # the like of it may have waited for it
+
+    def abort(self, labels: Sequence[str], make_error: Callable[[], CallError]) -> set[str]:
+        """End the streams with these labels, and let their engines forget them; returns those that were not over."""
+        wanted = set(labels)
+        found = [stream for stream in self._streams.values() if stream.entry.label in wanted and not stream.is_over]
+        for stream in found:
+            self.leave(stream, is_over=False, is_done=False)
+            stream.end(make_error)
+        return {stream.entry.label for stream in found}
 
     def end_all(self, make_error: Callable[[], CallError]) -> int:
         """End every stream that is not over; returns how many there were."""
@@ -114,7 +123,7 @@ class Dispatcher:
         """A step has brought a stream something."""
         entry = stream.entry
         self._router.on_output(stream.request_id, num_tokens)
-        if entry.sent is not None and entry.gets_past_its_place(num_tokens):
+        if entry.sent is not None and entry.gets_past_its_place():
             self._blame.cleared(entry.sent)
             self._send_waiting()
         if entry.is_finished:
@@ -250,7 +259,7 @@ def _in_step(
 
 def _suspect(entry: JournalEntry) -> Suspect:
     assert entry.sent is not None
-    return Suspect(entry.sent, entry.num_output_tokens)
+    return Suspect(entry.sent, entry.num_output_tokens, was_alone=entry.is_alone)
 
 
 def _facts(entry: JournalEntry) -> RequestFacts:
@@ -260,5 +269,5 @@ def _facts(entry: JournalEntry) -> RequestFacts:
         label=entry.label[:LABEL_CHARS_MAX],
         num_prompt_tokens=len(entry.submit.prompt_token_ids),
         num_output_tokens=entry.num_output_tokens,
-        was_alone=entry.sent is not None and entry.sent.alone_until > entry.num_output_tokens,
+        was_alone=entry.is_alone,
     )

@@ -57,6 +57,7 @@ class InferenceServicer:
             if only is not None:
                 yield only
                 return
+            ticket.check()
             account.submitted_s = backend.clock()
             with backend.dispatcher.open(
                 answer.submit, label=account.label, is_replayed=backend.is_replayed(request)
@@ -136,20 +137,20 @@ class InferenceServicer:
                     SequenceText(
                         tokenizer,
                         submit.prompt_token_ids,
-                        submit.resume_token_ids,
+                        start.resume_token_ids,
                         stop_strings=request.stop_strings,
                         include_stop=request.include_stop,
                         min_tokens=request.min_tokens,
                         skip_special_tokens=request.output.skip_special_tokens,
                     )
                 )
-                for _ in range(submit.num_sequences)
+                for start in submit.sequences
             ]
             return Answer(request, submit, sequences, account)
 
         answer = await self._backend.prompt_workers.run(prepare)
         account.num_prompt_tokens = len(answer.submit.prompt_token_ids)
-        account.num_resumed_tokens = len(answer.submit.resume_token_ids)
+        account.num_resumed_tokens = sum(len(start.resume_token_ids) for start in answer.submit.sequences)
         ticket.add_tokens(account.num_prompt_tokens + account.num_resumed_tokens)
         return answer
 
