@@ -27,6 +27,7 @@ REQUEST_BYTES_BASE = 4 * 1024 * 1024
 REQUEST_BYTES_PER_TOKEN = 64
 """Far more than a token of text or of ids takes; what a longer prompt would need is over its limit in tokens anyway."""
 CONTEXT_TOKENS_UNKNOWN = 128 * 1024
+MODEL_NAME_BYTES_MAX = 256
 _SIZE_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -40,6 +41,15 @@ class ServerConfig:
     trust_remote_code: bool
     host: str
     port: int
+    health_port: int | None
+    allow_plaintext_network: bool
+    tls_cert: Path | None
+    tls_key: Path | None
+    tls_client_ca: Path | None
+    auth_tokens: Path | None
+    enable_admin: bool
+    admin_clients: tuple[str, ...]
+    enable_channelz: bool
     dtype: str
     device: str
     attention_backend: str
@@ -55,6 +65,8 @@ class ServerConfig:
     gpu_memory_utilization: float
     max_queue_requests: int
     max_queue_tokens: int
+    stream_buffer_tokens: int
+    reader_timeout_s: float
     replicas: int
     on_engine_death: str
     max_engine_restarts: int
@@ -67,10 +79,9 @@ class ServerConfig:
     crash_dir: Path
 
     @property
-    def address(self) -> str:
-        """What to bind, as gRPC writes it."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{host}:{self.port}"
+    def is_local(self) -> bool:
+        """Whether the port can be reached from this machine alone."""
+        return is_loopback(self.host)
 
     def engine_config(self) -> EngineConfig:
         """The engine's share."""
@@ -182,6 +193,12 @@ def _text(text: str) -> str:
     return text
 
 
+def _model_name(text: str) -> str:
+    if len(_text(text).encode()) > MODEL_NAME_BYTES_MAX:
+        raise ValueError(f"must be at most {MODEL_NAME_BYTES_MAX} bytes")
+    return text
+
+
 def _model(text: str) -> str:
     path = Path(_text(text)).expanduser()
     if path.is_dir():
@@ -200,6 +217,30 @@ def _host(text: str) -> str:
         except ValueError:
             raise ValueError(f"must be a host name or an address without a port, not {text!r}") from None
     return _text(host)
+
+
+def is_loopback(host: str) -> bool:
+    """Of names only `localhost` is known to be; another one may mean any address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(_text(name.strip()) for name in text.split(","))
+    if len(set(names)) < len(names):
+        raise ValueError("must be names that differ, joined by commas")
+    return names
+
+
+def _readable_file(text: str) -> Path:
+    path = Path(_text(text)).expanduser()
+    if not path.is_file():
+        raise ValueError(f"must be a file, not {text!r}")
+    if not os.access(path, os.R_OK):
+        raise ValueError(f"cannot be read: {text}")
+    return path
 
 
 def _path(text: str) -> Path:
@@ -225,11 +266,28 @@ def _directory(text: str) -> Path:
 FLAGS = (
     Flag("model", _model, None, "directory or hub name that transformers can load (default: the small model that "
          "scripts/install fetches)", "DIR|NAME"),
-    Flag("served-model-name", _text, None, "name that requests use (default: the last part of --model)", "NAME"),
+    Flag("served-model-name", _model_name, None, "name that requests use (default: the last part of --model)", "NAME"),
     Flag("revision", _text, None, "revision of a hub model (default: its main branch)", "REV"),
     Flag("trust-remote-code", _switch, False, "run Python code that comes with the model", is_switch=True),
     Flag("host", _host, "127.0.0.1", "address to listen on", "HOST"),
     Flag("port", _integer(0, 65535), 50051, "port to listen on; 0 picks a free one", "PORT"),
+    Flag("health-port", _integer(0, 65535), None, "port for health alone, in plaintext and open to all, on the same "
+         "host: for probes that have neither certificates nor tokens; 0 picks a free one", "PORT"),
+    Flag("tls-cert", _readable_file, None, "certificate chain in PEM, the server's own first; read again when it "
+         "changes", "FILE"),
+    Flag("tls-key", _readable_file, None, "its private key in PEM, not encrypted", "FILE"),
+    Flag("tls-client-ca", _readable_file, None, "authorities in PEM; callers then need a certificate of theirs",
+         "FILE"),
+    Flag("allow-plaintext-network", _switch, False, "listen on an address that others can reach without TLS: whoever "
+         "is on the way reads and changes prompts, answers and tokens", is_switch=True),
+    Flag("auth-tokens", _readable_file, None, "file of bearer tokens: a name, scopes (inference, info, admin) and the "
+         "token's SHA-256 per line; read again when it changes", "FILE"),
+    Flag("enable-admin", _switch, False, "offer AdminService (Abort, Drain) to tokens with the scope admin, to the "
+         "certificates of --admin-clients, or on a loopback address to whoever is there", is_switch=True),
+    Flag("admin-clients", _names, (), "common or alternative names of the client certificates that may call "
+         "AdminService", "NAMES"),
+    Flag("enable-channelz", _switch, False, "offer gRPC's channelz (connections, their peers and counts), to those who "
+         "may call AdminService", is_switch=True),
     Flag("dtype", _text, "auto", "precision; auto is float32 on a CPU, on a GPU the checkpoint's own 16-bit type or "
          "bfloat16", "TYPE", DTYPES),
     Flag("device", _text, "auto", "auto takes a GPU where there is one", "DEVICE", DEVICES),
@@ -250,6 +308,10 @@ FLAGS = (
          "told QUEUE_FULL"),
     Flag("max-queue-tokens", _integer(1, 10**9), 1_000_000, "prompt tokens, and entries of long options, that may "
          "wait for a first token"),
+    Flag("stream-buffer-tokens", _integer(1, 2**20), 64, "tokens of a sequence that may wait for a reader that is behind; "
+         "at the bound it gets no more steps until the reader has taken them"),
+    Flag("reader-timeout", _number(0.1, 86400), 30.0, "seconds for which a reader may leave no room for the next message; "
+         "then its stream ends with SLOW_READER", "SECONDS", field="reader_timeout_s"),
     Flag("replicas", _integer(1, 64), 1, "engines in this server: one per GPU, or sharing the cores"),
     Flag("on-engine-death", _text, "fail", "fail ends an engine's streams UNAVAILABLE; replay lets them go on where "
          "they were, on another engine or the next one", "WHAT", ("fail", "replay")),
@@ -270,13 +332,8 @@ FLAGS = (
 )  # fmt: skip
 
 NOT_YET = (
-    Flag("health-port", str, None, "health alone, in plaintext", "PORT"),
     Flag("quantization", str, "none", "weights in fewer bits", "NAME"),
     Flag("metrics-port", str, None, "metrics", "PORT"),
-    Flag("tls-cert", str, None, "certificate chain", "FILE"),
-    Flag("tls-key", str, None, "private key", "FILE"),
-    Flag("tls-client-ca", str, None, "authorities of client certificates", "FILE"),
-    Flag("enable-admin", _switch, False, "AdminService", is_switch=True),
 )
 """Flags of later versions, each refused unless it has the value that changes nothing."""
 
@@ -285,7 +342,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Declare every flag; values stay text until `parse`, so that flag and environment are checked alike."""
     for flag in FLAGS + NOT_YET:
         note = f" [{'|'.join(flag.choices)}]" if flag.choices else ""
-        if flag.default is not None and flag.default is not False:
+        if flag.default not in (None, False, ()):
             note += f" (default: {flag.default})"
         if flag in NOT_YET:
             note += " (not available in this version)"
@@ -372,6 +429,36 @@ def _check_together(config: ServerConfig) -> None:
         )
     if config.num_kv_blocks and config.kv_cache_memory_bytes:
         refuse("--num-kv-blocks and --kv-cache-memory both size the KV pool: give one")
+    _check_doors(config, refuse)
+
+
+def _check_doors(config: ServerConfig, refuse: Callable[[str], None]) -> None:
+    """Who can reach the port, and what for. What is in the tokens' file is `server.py`'s to check."""
+    if (config.tls_cert is None) != (config.tls_key is None):
+        refuse("--tls-cert and --tls-key belong together")
+    if config.tls_client_ca is not None and config.tls_cert is None:
+        refuse("--tls-client-ca needs --tls-cert and --tls-key: without TLS there are no client certificates")
+    if config.tls_cert is None and not (config.is_local or config.allow_plaintext_network):
+        refuse(
+            f"--host {config.host} can be reached by others, and without TLS they can read along: give --tls-cert and "
+            "--tls-key, or --allow-plaintext-network if the network is to be trusted with prompts, answers and tokens"
+        )
+    if config.admin_clients and config.tls_client_ca is None:
+        refuse("--admin-clients needs --tls-client-ca: names are those of verified certificates")
+    for_administrators = [
+        flag
+        for flag, is_on in (("--enable-admin", config.enable_admin), ("--enable-channelz", config.enable_channelz))
+        if is_on
+    ]
+    if config.admin_clients and not for_administrators:
+        refuse("--admin-clients does nothing without --enable-admin or --enable-channelz")
+    if for_administrators and not (config.is_local or config.auth_tokens or config.admin_clients):
+        refuse(
+            f"{for_administrators[0]} on --host {config.host} would be open to every caller: give --auth-tokens with "
+            "an admin token, or --tls-client-ca with --admin-clients"
+        )
+    if config.health_port and config.health_port == config.port:
+        refuse(f"--health-port and --port are both {config.port}: they are two ports")
 
 
 def termination_log(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Path | None:

@@ -49,10 +49,13 @@ from service.request import (
 TOP_P_MIN = 1e-6
 """A smaller one keeps the best token alone, as this does; single precision would make it 0, which keeps none."""
 NUM_VIOLATIONS_PER_LIST_MAX = 4
+CHARACTERS_PER_TOKEN = 4
+"""Of usual text, about."""
 _ROLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _LABEL = re.compile(rf"[\x20-\x7e]{{1,{REQUEST_ID_BYTES_MAX}}}")
 _LABEL_BOUNDS = f"must be 1 to {REQUEST_ID_BYTES_MAX} characters of printable ASCII"
 ABORT_IDS_MAX = 1024
+MODEL_NAME_CHARS_MAX = 256
 DRAIN_GRACE_S_MAX = 86400
 _DURATION_S_MAX = 315_576_000_000
 """Of google.protobuf.Duration."""
@@ -98,11 +101,16 @@ class _Check:
                 self.fail(field, f"{len(bad)} ids are not in [0, {vocab_size})")
         return ids
 
-    def duration(self, field: str, value: Duration) -> None:
+    def duration_s(self, field: str, message: Message) -> float | None:
+        """Seconds; None if the field is absent."""
+        if not message.HasField(field):
+            return None
+        value: Duration = getattr(message, field)
         seconds, nanos = value.seconds, value.nanos
         positive = seconds >= 0 and nanos >= 0 and (seconds or nanos)
         valid = positive and seconds <= _DURATION_S_MAX and nanos < 1_000_000_000
         self.that(bool(valid), field, "must be a positive duration")
+        return float(seconds + nanos / 1e9)
 
     def unless(self, is_supported: bool, option: str) -> None:
         if not is_supported:
@@ -153,6 +161,8 @@ def generate_request(
     stop_token_ids = check.token_ids(
         "stopping.stop_token_ids", stopping.stop_token_ids, limits.vocab_size, limits.max_stop_token_ids
     )
+    max_queue_time_s = check.duration_s("max_queue_time", message)
+    max_time_s = check.duration_s("max_time", message)
     _not_in_this_version(check, message)
     check.settle()
     return GenerateRequest(
@@ -172,12 +182,29 @@ def generate_request(
         num_sequences=num_sequences,
         resume_token_ids=resume_token_ids,
         resume_on_engine_death=(message.resume_on_engine_death if message.HasField("resume_on_engine_death") else None),
+        max_queue_time_s=max_queue_time_s,
+        max_time_s=max_time_s,
     )
 
 
 def num_option_entries(message: inference_pb2.GenerateRequest) -> int:
     """Entries of the options that may be as long as the vocabulary; looks at none of them."""
     return len(message.sampling.logit_bias) + len(message.sampling.allowed_token_ids)
+
+
+def num_queue_tokens(message: inference_pb2.GenerateRequest, limits: Limits) -> int:
+    """What the request will add to the queue, before anything is done for it: exact where it has ids, an estimate from
+    its bytes where it has text. A prompt counts as no more than the longest that is not refused right after.
+    """
+    match message.WhichOneof("input"):
+        case "text":
+            num_prompt = len(message.text) // CHARACTERS_PER_TOKEN
+        case "chat":
+            num_prompt = message.chat.ByteSize() // CHARACTERS_PER_TOKEN
+        case _:
+            num_prompt = len(message.token_ids.ids)
+    num_resumed = len(message.resume_token_ids)
+    return min(num_prompt + num_resumed, limits.max_model_len) + num_option_entries(message)
 
 
 def to_submit(
@@ -275,7 +302,9 @@ def drain_grace_s(message: admin_pb2.DrainRequest) -> float | None:
 
 
 def check_model(model: str, served_model_name: str) -> None:
-    """Absent and empty mean whichever is served. Raises UnknownModelError."""
+    """Absent and empty mean whichever is served. Raises UnknownModelError, InvalidRequestError if it cannot be one."""
+    if len(model) > MODEL_NAME_CHARS_MAX:
+        raise InvalidRequestError([FieldViolation("model", f"at most {MODEL_NAME_CHARS_MAX} characters")])
     if model and model != served_model_name:
         raise UnknownModelError(served_model_name)
 
@@ -444,28 +473,25 @@ def _stop_strings(check: _Check, stop_strings: Sequence[str], limits: Limits) ->
 def _output(check: _Check, output: inference_pb2.OutputOptions, limits: Limits) -> OutputOptions:
     if output.HasField("prompt_logprobs"):
         check.integer("output.prompt_logprobs", output.prompt_logprobs, 0, limits.max_logprobs)
+    stream_interval = 1
     if output.HasField("stream_interval"):
-        check.integer("output.stream_interval", output.stream_interval, 1, STREAM_INTERVAL_MAX)
+        stream_interval = check.integer("output.stream_interval", output.stream_interval, 1, STREAM_INTERVAL_MAX)
     return OutputOptions(
         text=_or(output, "text", default=True),
         token_ids=output.token_ids,
         skip_special_tokens=_or(output, "skip_special_tokens", default=True),
+        stream_interval=stream_interval,
     )
 
 
 def _not_in_this_version(check: _Check, message: inference_pb2.GenerateRequest) -> None:
     """What is part of the protocol but does not work yet. A wrong value is still a wrong value."""
     check.unless(not message.output.HasField("prompt_logprobs"), "output.prompt_logprobs")
-    check.unless(message.output.stream_interval <= 1, "output.stream_interval above 1")
     if message.HasField("guided"):
         kind = message.guided.WhichOneof("guide")
         check.that(kind is not None, "guided", "a guide is required")
         check.that(kind != "choice" or len(message.guided.choice.options) > 0, "guided.choice.options", "at least one")
         check.unless(is_supported=False, option="guided")
-    for field, value in (("max_queue_time", message.max_queue_time), ("max_time", message.max_time)):
-        if message.HasField(field):
-            check.duration(field, value)
-            check.unless(is_supported=False, option=field)
 
 
 def _prompt_field(prompt: PromptInput) -> str:

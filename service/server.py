@@ -1,7 +1,7 @@
 """The composition root: build the parts, start, serve, drain, give up.
 
-What lives here: the order in which things begin and end, and gRPC's own set-up. What must not: the rpc bodies, the
-engine's life. The port is bound before anything loads, so a conflict fails at once; calls meanwhile are told
+What lives here: the order in which things begin and end, and what each port offers. What must not: the rpc bodies, the
+engine's life. The ports are bound before anything loads, so a conflict fails at once; calls meanwhile are told
 ENGINE_STARTING. `stopping` is known everywhere before anything is torn down, and the listener closes with the process,
 so that probes on new connections are told NOT_SERVING, not refused, and no call is told CANCELLED: gRPC's own stop does
 that to those that come in its moment, and no client retries it. A call cut off by the process's end is UNAVAILABLE.
@@ -14,9 +14,9 @@ that to those that come in its moment, and no client retries it. A call cut off 
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import signal
-import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -24,13 +24,18 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from google.protobuf.descriptor import ServiceDescriptor
+from grpc_channelz.v1 import channelz_pb2  # type: ignore[import-untyped] # it has no stubs
+from grpc_channelz.v1._async import ChannelzServicer  # type: ignore[import-untyped] # as above
 from grpc_health.v1 import health_pb2
 
-from emberline.v1 import inference_pb2, info_pb2, tokenizer_pb2
+from emberline.v1 import admin_pb2, inference_pb2, info_pb2, tokenizer_pb2
 from scheduler import logs
 from scheduler.errors import ConfigurationError, StartupError
 from scheduler.messages import Ready
+from service.admin import AdminServicer
 from service.admission import Admission
+from service.auth import AdminCertificates, TokenAuth
 from service.backend import Backend
 from service.blame import Blame
 from service.config import ServerConfig
@@ -44,28 +49,33 @@ from service.exit import ExitCode, write_termination_log
 from service.health import HealthServicer
 from service.info import InfoServicer
 from service.journal import Journal
+from service.limits import (
+    LIVE_CALLS_PER_SEQ_MAX,
+    METADATA_BYTES_MAX,
+    PENDING_CALLS_MAX,
+    STREAMS_PER_CONNECTION_MAX,
+    WORKER_BYTES_MAX,
+)
+from service.listener import Listener
 from service.reflection import reflection_handlers
+from service.reloading import Polled, keep_fresh
 from service.replica import Replica
-from service.request import Limits
+from service.request import SEQUENCES_MAX, Limits
 from service.router import Router
 from service.servicer import InferenceServicer, TokenizerServicer
 from service.status import safe_handlers
 from service.stream import RequestStream
 from service.supervisor import DRAINING_RETRY_AFTER_S, Supervisor
+from service.tls import Tls, TlsFiles
+from service.tls import describe as describe_tls
 from service.tokenizer import Tokenizer, load_tokenizer
 from service.workers import Workers
 
 PROMPT_THREADS = 2
 TOOL_THREADS = 1
-LIVE_CALLS_PER_SEQ_MAX = 4
-"""Beside those in the queue: what runs, and the answers that are there already and are still being read."""
-READER_TIMEOUT_S = 30.0
-"""How long a reader may leave no room for the next message of its stream."""
 TRAILERS_TIMEOUT_S = 1.5
 """From a death on: how long the streams' ends may take to be sent before the process leaves."""
 AFTER_GRACE_TIMEOUT_S = 1.0
-PENDING_CALLS_MAX = 32_768
-"""Calls that have arrived and that the loop has not come to yet."""
 LAST_CALLS_TIMEOUT_S = 0.25
 """For the ends of the last calls to be sent; a client that does not read them must not hold the process."""
 
@@ -91,9 +101,14 @@ class Server:
         self._hopeless_since_s = 0.0
         self.address = ""
         """Where it listens, once bound."""
-        self._lost_listeners: list[grpc.aio.Server] = []
+        self.health_address: str | None = None
+        """Where health alone is told, once bound."""
         self._is_deaf = False
-        """The port is lost for good."""
+        """A port is lost for good."""
+        self._num_stop_signals = 0
+        self._drain_until_s = math.inf
+        """When what lives is cut: once draining, what is left of the grace can only become less."""
+        self._drain_changed = asyncio.Event()
 
     async def run(self) -> ExitCode:
         """Serve until told to stop or unable to go on. From the main thread.
@@ -109,23 +124,40 @@ class Server:
             return self._could_not_start(error)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self.request_stop)
-        await self._grpc.start()
+        for listener in self._listeners:
+            await listener.start()
+        renewing = asyncio.create_task(keep_fresh(self._renewed))
         try:
             return await self._live()
         finally:
+            renewing.cancel()
             self._supervisor.kill()
             self._backend.prompt_workers.shutdown()
             self._backend.tool_workers.shutdown()
 
     async def close(self) -> None:
-        """Close the listener, too: for a process that outlives its server."""
-        await self._grpc.stop(None)
+        """Close the listeners, too: for a process that outlives its server."""
+        for listener in self._listeners:
+            await listener.close()
 
     def request_stop(self) -> None:
         """What a stop signal does: the first drains, the second does not wait."""
-        if self._stop_requested.is_set():
+        self._num_stop_signals += 1
+        if self._num_stop_signals > 1:
             self._stop_now.set()
+        self.drain(None)
+
+    def drain(self, grace_s: float | None) -> int:
+        """Take no new requests, and end once those that live have ended, or `grace_s` (None: the configured grace) is
+        over. Again: the earlier end counts. Returns how many live.
+        """
+        grace_s = self._config.drain_grace_s if grace_s is None else grace_s
+        self._drain_until_s = min(self._drain_until_s, time.monotonic() + grace_s)
+        self._drain_changed.set()
+        if not self._stop_requested.is_set() and not self._is_hopeless:
+            self._shut_door()
         self._stop_requested.set()
+        return self._admission.num_live
 
     # Building
 
@@ -152,11 +184,14 @@ class Server:
             max_queue_requests=config.max_queue_requests,
             max_queue_tokens=config.max_queue_tokens,
             max_live_requests=config.max_queue_requests + LIVE_CALLS_PER_SEQ_MAX * config.max_num_seqs,
+            num_slots=config.max_num_seqs * config.replicas,
             clock=time.monotonic,
             make_refusal=self._supervisor.refusal,
         )
         blame = Blame(time.monotonic, secrets.token_bytes(32))
-        self._dispatcher = Dispatcher(self._journal, self._supervisor, blame, Router(config.replicas))
+        self._dispatcher = Dispatcher(
+            self._journal, self._supervisor, blame, Router(config.replicas), stream_buffer_tokens=config.stream_buffer_tokens
+        )
         self._backend = Backend(
             config,
             self._admission,
@@ -167,41 +202,79 @@ class Server:
             tool_workers=self._workers("tools", TOOL_THREADS),
         )
         self._health = HealthServicer()
+        self._admin = AdminServicer(self._backend, self.drain)
         self._calls = _LiveCalls()
-        self._grpc = self._new_listener()
+        self._secure()
+        make_credentials = None if self._tls is None else self._tls.credentials
+        self._listeners = [Listener(config.host, config.port, self._new_server, make_credentials)]
+        if config.health_port is not None:
+            self._listeners.append(Listener(config.host, config.health_port, self._new_health_server))
 
-    def _new_listener(self) -> grpc.aio.Server:
-        listener = grpc.aio.server(interceptors=[self._calls], options=_grpc_options(self._config))
-        services = [
+    def _secure(self) -> None:
+        """Certificates and tokens. Raises ConfigurationError."""
+        config = self._config
+        self._tls: Tls | None = None
+        self._interceptors: list[grpc.aio.ServerInterceptor] = [self._calls]
+        self._renewed: list[Polled] = []
+        if config.tls_cert is not None and config.tls_key is not None:
+            self._tls = Tls(TlsFiles(config.tls_cert, config.tls_key, config.tls_client_ca))
+            self._renewed.append(self._tls)
+        if config.auth_tokens is not None:
+            auth = TokenAuth(config.auth_tokens)
+            if (config.enable_admin or config.enable_channelz) and not auth.has_scope("admin"):
+                raise ConfigurationError("--auth-tokens: none of them has the scope admin, so that nobody could use it")
+            self._interceptors.append(auth)
+            self._renewed.append(auth)
+        if config.admin_clients:
+            self._interceptors.append(AdminCertificates(config.admin_clients))
+
+    def _new_server(self) -> grpc.aio.Server:
+        """What the main port offers."""
+        server = grpc.aio.server(interceptors=self._interceptors, options=_grpc_options(self._config))
+        services: list[tuple[ServiceDescriptor, object]] = [
             (inference_pb2.DESCRIPTOR.services_by_name["InferenceService"], InferenceServicer(self._backend)),
             (tokenizer_pb2.DESCRIPTOR.services_by_name["TokenizerService"], TokenizerServicer(self._backend)),
             (info_pb2.DESCRIPTOR.services_by_name["InfoService"], InfoServicer(self._backend)),
             (health_pb2.DESCRIPTOR.services_by_name["Health"], self._health),
         ]
+        if self._config.enable_admin:
+            services.append((admin_pb2.DESCRIPTOR.services_by_name["AdminService"], self._admin))
+        if self._config.enable_channelz:
+            services.append((channelz_pb2.DESCRIPTOR.services_by_name["Channelz"], ChannelzServicer()))
         for service, servicer in services:
             # A Watch may stall for as long as its caller likes: it holds nothing.
-            timeout_s = None if servicer is self._health else READER_TIMEOUT_S
-            handlers = safe_handlers(service, servicer, _report_bug, reader_timeout_s=timeout_s)
-            listener.add_generic_rpc_handlers((handlers,))
+            timeout_s = None if servicer is self._health else self._config.reader_timeout_s
+            check_room = self._admission.check_room if isinstance(servicer, InferenceServicer) else None
+            handlers = safe_handlers(
+                service, servicer, _report_bug, reader_timeout_s=timeout_s, check_room=check_room
+            )
+            server.add_generic_rpc_handlers((handlers,))
         names = [service.full_name for service, _ in services]
-        listener.add_generic_rpc_handlers(reflection_handlers(names, _report_bug))
-        return listener
+        server.add_generic_rpc_handlers(reflection_handlers(names, _report_bug))
+        return server
+
+    def _new_health_server(self) -> grpc.aio.Server:
+        """What the health port offers: the same health, and nothing else."""
+        server = grpc.aio.server(interceptors=[self._calls], options=_HEALTH_OPTIONS)
+        service = health_pb2.DESCRIPTOR.services_by_name["Health"]
+        server.add_generic_rpc_handlers((safe_handlers(service, self._health, _report_bug),))
+        return server
 
     def _workers(self, name: str, num_threads: int) -> Workers:
         return Workers(
             name,
             num_threads=num_threads,
             max_jobs=self._config.max_queue_requests,
+            max_bytes=WORKER_BYTES_MAX,
             make_refusal=lambda: QueueFullError(self._admission.retry_after_s()),
         )
 
     def _bind(self) -> None:
-        try:
-            port = self._grpc.add_insecure_port(self._config.address)
-        except RuntimeError:
-            raise StartupError(f"cannot listen on {self._config.address}: {_why_not(self._config)}") from None
-        host, _, _ = self._config.address.rpartition(":")
-        self.address = f"{host}:{port}"
+        for listener in self._listeners:
+            listener.bind()
+        main, *others = self._listeners
+        self.health_address = others[0].address if others else None
+        self.address = main.address
 
     # Living
 
@@ -213,16 +286,15 @@ class Server:
             except OSError as error:
                 raise StartupError(f"cannot start the engine process: {error.strerror}") from None
             stop = asyncio.create_task(self._stop_requested.wait())
-            listening = self._watch_listener()
-            waiting: set[asyncio.Future[Any]] = {stop, self._supervisor.gave_up, loading, listening}
+            listening = {listener.lost(): listener for listener in self._listeners}
+            waiting: set[asyncio.Future[Any]] = {stop, self._supervisor.gave_up, loading}
             while not (stop.done() or self._supervisor.gave_up.done() or self._is_deaf):
-                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                if listening.done():
-                    waiting.discard(listening)
-                    await self._listen_again(listening)
-                    listening = self._watch_listener()
-                    waiting.add(listening)
-                if loading.done():
+                await asyncio.wait({*waiting, *listening}, return_when=asyncio.FIRST_COMPLETED)
+                for lost in [lost for lost in listening if lost.done()]:
+                    listener = listening.pop(lost)
+                    await self._listen_again(listener, lost)
+                    listening[listener.lost()] = listener
+                if loading.done() and loading in waiting:
                     waiting.discard(loading)
                     loading.result()  # raises what loading raised
         except (ConfigurationError, StartupError) as error:
@@ -234,29 +306,13 @@ class Server:
                 return await self._leave(ExitCode.BUG if self._is_deaf else code)
         return await self._leave(await self._give_up())
 
-    def _watch_listener(self) -> asyncio.Future[bool]:
-        """Done when gRPC's own loop has ended. Never cancelled: that would reach the future its stop waits for."""
-        return asyncio.ensure_future(self._grpc.wait_for_termination())
-
-    async def _listen_again(self, lost: asyncio.Future[bool]) -> None:
-        """Open the port anew after gRPC's own loop has crashed and closed it.
-
-        grpcio 1.84 and 1.85 decode a method's name in that loop, so one call whose path is no UTF-8 ends it. Streams
-        and Watches go on, so nobody would notice that no new caller gets in. If the port cannot be had again, the
-        process drains and ends with status 1, for whoever supervises it to start another.
+    async def _listen_again(self, listener: Listener, lost: asyncio.Future[bool]) -> None:
+        """If the port cannot be had again, the process drains and ends with status 1, for whoever supervises it to
+        start another.
         """
-        error = lost.exception()
-        logs.get_logger().warning("listener lost", **({} if error is None else logs.describe(error)))
-        self._lost_listeners.append(self._grpc)  # its calls go on; collected, it would cancel them
-        self._grpc = self._new_listener()
-        try:
-            self._grpc.add_insecure_port(self.address)
-        except RuntimeError:
-            logs.get_logger().error("port lost", address=self.address)
+        if not await listener.listen_again(lost):
             self._health.set_alive(False)
             self._is_deaf = True
-            return
-        await self._grpc.start()
 
     async def _load_tokenizer(self) -> None:
         def load() -> Tokenizer:
@@ -281,6 +337,10 @@ class Server:
         logs.get_logger().info(
             "serving",
             address=self.address,
+            health_address=self.health_address,
+            tls=describe_tls(self._tls),
+            auth="off" if self._config.auth_tokens is None else "tokens",
+            admin=self._config.enable_admin,
             model=self._config.served_model_name,
             model_type=ready.model_type,
             device=ready.device,
@@ -334,11 +394,20 @@ class Server:
 
     # Ending
 
-    async def _drain(self) -> ExitCode:
+    def _shut_door(self) -> None:
         self._admission.shut(lambda: DrainingError(DRAINING_RETRY_AFTER_S))
         self._health.set_serving(False)
-        logs.get_logger().info("draining", num_live=self._admission.num_live, grace_s=self._config.drain_grace_s)
-        await self._wait_for_calls(self._config.drain_grace_s, unless=self._stop_now)
+
+    async def _drain(self) -> ExitCode:
+        self.drain(None if math.isinf(self._drain_until_s) else math.inf)  # nobody asked where a port is lost
+        grace_s = round(self._drain_until_s - time.monotonic(), 1)
+        logs.get_logger().info("draining", num_live=self._admission.num_live, grace_s=grace_s)
+        while self._admission.num_live and not self._stop_now.is_set():
+            left_s = self._drain_until_s - time.monotonic()
+            if left_s <= 0:
+                break
+            self._drain_changed.clear()
+            await self._wait_for_calls(left_s, unless=(self._stop_now, self._drain_changed))
         if not self._is_hopeless and self._admission.num_live:
             num_cut = self._dispatcher.end_all(lambda: DrainingError(DRAINING_RETRY_AFTER_S))
             logs.get_logger().warning("streams cut at the end of the grace", num_streams=num_cut)
@@ -375,11 +444,9 @@ class Server:
         write_termination_log(self._config.termination_log, str(error))
         return ExitCode.COULD_NOT_START
 
-    async def _wait_for_calls(self, timeout_s: float, unless: asyncio.Event | None = None) -> None:
-        """Until no request is live, or the time is up, or the event is set."""
-        waits = [asyncio.ensure_future(self._admission.idle.wait())]
-        if unless is not None:
-            waits.append(asyncio.ensure_future(unless.wait()))
+    async def _wait_for_calls(self, timeout_s: float, unless: Sequence[asyncio.Event] = ()) -> None:
+        """Until no request is live, or the time is up, or one of the events is set."""
+        waits = [asyncio.ensure_future(event.wait()) for event in (self._admission.idle, *unless)]
         await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         for wait in waits:
             wait.cancel()
@@ -422,6 +489,7 @@ def _limits(config: ServerConfig, tokenizer: Tokenizer, ready: Ready | None) -> 
         max_output_tokens=min(config.max_output_tokens, max_model_len - 1),
         max_request_bytes=config.max_request_bytes(),
         max_text_bytes=None if bytes_per_token is None else bytes_per_token * max_prompt_tokens,
+        max_sequences=min(SEQUENCES_MAX, config.max_num_seqs if ready is None else ready.max_num_seqs),
     )
 
 
@@ -439,9 +507,13 @@ def _grpc_options(config: ServerConfig) -> list[tuple[str, int]]:
         ("grpc.so_reuseport", 0),  # or two servers would silently share the port
         ("grpc.max_receive_message_length", config.max_request_bytes()),
         ("grpc.max_send_message_length", -1),
+        ("grpc.enable_channelz", int(config.enable_channelz)),
         # A burst is answered QUEUE_FULL by us; gRPC's own bounds (1,000 and 3,000) would answer it CANCELLED.
         ("grpc.server.max_pending_requests", PENDING_CALLS_MAX),
         ("grpc.server.max_pending_requests_hard_limit", PENDING_CALLS_MAX),
+        ("grpc.max_concurrent_streams", STREAMS_PER_CONNECTION_MAX),
+        ("grpc.max_metadata_size", METADATA_BYTES_MAX),
+        ("grpc.absolute_max_metadata_size", METADATA_BYTES_MAX),
         # Clients may ping during a long silent prefill; clients that vanished are found.
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),
@@ -450,25 +522,20 @@ def _grpc_options(config: ServerConfig) -> list[tuple[str, int]]:
     ]
 
 
+_HEALTH_OPTIONS = [
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_receive_message_length", 64 * 1024),
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+]
+
+
 def _make_crash_dir(path: Path) -> None:
     """Now, so that it is not only at a death that somebody hears of it. The server serves all the same."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         logs.get_logger().warning("crash dir cannot be made", path=str(path), reason=error.strerror)
-
-
-def _why_not(config: ServerConfig) -> str:
-    """gRPC does not tell why it could not bind; the system does."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-            probe.listen()
-    except OSError as error:
-        return (error.strerror or "not an address of this machine").lower()
-    return "the port was taken a moment ago"
 
 
 def _report_bug(incident_id: str, error: Exception) -> None:
