@@ -1,8 +1,8 @@
 """The rpcs of administrators, there only with `--enable-admin`.
 
 What lives here: Abort and Drain. What must not: who may call them (`auth.py`; `config.py` refuses to offer them to
-everybody who may call anything), and how a server drains (`server.py`; the act is handed in). Each act is logged with
-the name of whoever's token it was.
+everybody who may call anything), and how a server drains (`server.py`; the act is handed in). Each act is logged; the
+line carries the name of whoever's token it was, as every line of a call does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import grpc
 from emberline.v1 import admin_pb2
 from scheduler import logs
 from service import convert
-from service.account import CLIENT
 from service.backend import Backend
 from service.errors import AbortedByAdministratorError
 
@@ -42,9 +41,7 @@ class AdminServicer:
         labels = convert.abort_labels(message)
         aborted = self._backend.dispatcher.abort(labels, AbortedByAdministratorError)
         aborted |= self._backend.admission.abort(set(labels) - aborted)
-        logs.get_logger().warning(
-            "aborted by an administrator", client=CLIENT.get(), num_given=len(labels), num_aborted=len(aborted)
-        )
+        logs.get_logger().warning("aborted by an administrator", num_given=len(labels), num_aborted=len(aborted))
         return admin_pb2.AbortResponse(
             results=[admin_pb2.AbortResult(request_id=label, aborted=label in aborted) for label in labels]
         )
@@ -54,5 +51,5 @@ class AdminServicer:
     ) -> admin_pb2.DrainResponse:
         """Answers at once."""
         grace_s = convert.drain_grace_s(message)
-        logs.get_logger().warning("drain asked for by an administrator", client=CLIENT.get(), grace_s=grace_s)
+        logs.get_logger().warning("drain asked for by an administrator", grace_s=grace_s)
         return admin_pb2.DrainResponse(live_requests=self._drain(grace_s))

@@ -30,10 +30,10 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
+import structlog
 
 from scheduler import logs
 from scheduler.errors import ConfigurationError
-from service.account import CLIENT
 from service.errors import CallError, PermissionDeniedError, UnauthenticatedError
 from service.reloading import Reloading
 from service.status import Context, abort_with
@@ -175,7 +175,8 @@ class TokenAuth(grpc.aio.ServerInterceptor):
         except CallError as error:
             self._refusals.add(error)
             return _refusing(error)
-        CLIENT.set(token.name)
+        # Never unbound: the task is the call's own, and its context ends with it.
+        structlog.contextvars.bind_contextvars(client=token.name)
         return handler
 
 
