@@ -23,6 +23,10 @@ class SequenceState:
 
     text: SequenceText
     is_finished: bool = False
+    held_back: inference_pb2.GenerateResponse | None = None
+    """What has come since the last message, until there is enough for the next one."""
+    num_held_back: int = 0
+    """Tokens in it, those without text yet included."""
 
 
 @dataclass(slots=True)
@@ -51,19 +55,31 @@ class Answer:
         pushed = sequence.text.push(token_ids, reason)
         kept = token_ids[: pushed.num_kept_tokens]
         self.account.num_output_tokens += len(kept)
-        message = inference_pb2.GenerateResponse(
-            request_id=self.account.label,
-            index=index,
-            text=pushed.text if self.request.output.text else "",
-            tokens=convert.tokens(self.request, kept, logprobs[: len(kept)] if logprobs is not None else None),
+        message = sequence.held_back or inference_pb2.GenerateResponse(request_id=self.account.label, index=index)
+        sequence.held_back = None
+        sequence.num_held_back += len(kept)
+        if self.request.output.text:
+            message.text += pushed.text
+        message.tokens.extend(
+            convert.tokens(self.request, kept, logprobs[: len(kept)] if logprobs is not None else None)
         )
         if pushed.finish_reason is not None:
-            output = kept or self.submit.resume_token_ids
+            output = kept or self.submit.sequences[index].resume_token_ids
             self._finish(message, sequence, pushed.finish_reason, pushed.matched_stop, output[-1] if output else None)
-        elif not message.text and not message.tokens:
+        elif sequence.num_held_back < self.request.output.stream_interval or not (message.text or message.tokens):
+            sequence.held_back = message
             return None
+        sequence.num_held_back = 0
         self._introduce(message)
         return message
+
+    def cut(self) -> Iterator[inference_pb2.GenerateResponse]:
+        """The last messages of the sequences that are not finished when `max_time` is over."""
+        for index, sequence in enumerate(self.sequences):
+            if not sequence.is_finished:
+                delta = self.delta(index, (), None, FinishReason.TIME_LIMIT)
+                assert delta is not None, "an end is always told"
+                yield delta
 
     def over_before_it_began(self) -> inference_pb2.GenerateResponse | None:
         """The only message of a call whose resumed tokens hold a stop string, else None. Of every other end that they

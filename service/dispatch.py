@@ -17,8 +17,10 @@ while no engine serves, and is ended when none will; so is one that got nowhere 
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from scheduler import logs
 from scheduler.flight_record import FlightRecord
@@ -31,8 +33,9 @@ from service.errors import CallError, EngineDeadError, PoisonRequestError
 from service.journal import Journal, JournalEntry
 from service.replica import EngineState, Replica
 from service.router import Candidate, Router
-from service.stream import RequestStream
+from service.stream import STREAM_BUFFER_TOKENS, RequestStream
 from service.supervisor import Supervisor
+from service.time_limits import NO_TIME_LIMITS, TimeLimits
 
 FRUITLESS_DEATHS_MAX = 3
 ATTEMPTS_MAX = 100
@@ -42,7 +45,16 @@ ATTEMPTS_MAX = 100
 class Dispatcher:
     """The streams of one server, between admission and the engines."""
 
-    def __init__(self, journal: Journal, supervisor: Supervisor, blame: Blame, router: Router) -> None:
+    def __init__(
+        self,
+        journal: Journal,
+        supervisor: Supervisor,
+        blame: Blame,
+        router: Router,
+        *,
+        stream_buffer_tokens: int = STREAM_BUFFER_TOKENS,
+    ) -> None:
+        self._stream_buffer_tokens = stream_buffer_tokens
         self._journal = journal
         self._supervisor = supervisor
         self._blame = blame
@@ -58,7 +70,9 @@ class Dispatcher:
         """Streams that wait for an engine."""
         return len(self._waiting)
 
-    def open(self, submit: Submit, *, label: str, is_replayed: bool) -> RequestStream:
+    def open(
+        self, submit: Submit, *, label: str, is_replayed: bool, time_limits: TimeLimits = NO_TIME_LIMITS
+    ) -> RequestStream:
         """Give a request to an engine, or let it wait for the next one if that is coming.
 
         Raises:
@@ -70,7 +84,9 @@ class Dispatcher:
         if not self._supervisor.can_recover:
             raise self._supervisor.refusal()
         entry = self._journal.open(submit, label=label, is_replayed=is_replayed)
-        stream = self._streams[submit.request_id] = RequestStream(entry, self)
+        stream = self._streams[submit.request_id] = RequestStream(
+            entry, self, time_limits=time_limits, buffer_tokens=self._stream_buffer_tokens
+        )
         self._waiting[submit.request_id] = stream
         if self._supervisor.is_serving:  # whoever waits all the same has another reason
             self._send(stream, self._alone_until(stream))
@@ -104,6 +120,30 @@ class Dispatcher:
             self.leave(stream, is_over=False, is_done=False)
             stream.end(make_error)
         return {stream.entry.label for stream in found}
+
+    def pause(self, stream: RequestStream) -> None:
+        """The stream is full; no more steps for it."""
+        replica = self._replica_of.get(stream.request_id)
+        if replica is not None and replica.engine is not None:
+            replica.engine.client.pause(stream.request_id)
+
+    def unpause(self, stream: RequestStream) -> None:
+        """Its reader has taken everything."""
+        replica = self._replica_of.get(stream.request_id)
+        if replica is not None and replica.engine is not None:
+            replica.engine.client.unpause(stream.request_id)
+
+    def is_waiting(self, stream: RequestStream) -> bool:
+        """Whether no engine has it."""
+        return stream.request_id in self._waiting
+
+    def is_in_step(self, stream: RequestStream) -> bool:
+        """Whether its engine is computing it right now, as the flight recorder tells."""
+        replica = self._replica_of.get(stream.request_id)
+        engine = replica.engine if replica is not None else None
+        if engine is None or engine.process is None:
+            return False
+        return stream.request_id in (engine.request_ids_in_step(engine.process.flight.read()) or ())
 
     def end_all(self, make_error: Callable[[], CallError]) -> int:
         """End every stream that is not over; returns how many there were."""
@@ -172,6 +212,10 @@ class Dispatcher:
     def _go_on_or_end(self, stream: RequestStream, death: Death, aftermath: Aftermath, *, in_step: bool) -> None:
         entry = stream.entry
         has_attempts = entry.num_fruitless_deaths < FRUITLESS_DEATHS_MAX and entry.num_sent < ATTEMPTS_MAX
+        if entry.is_replayed and stream.is_late(asyncio.get_running_loop().time()):
+            stream.end_late()  # what it waited for is a first step, and that begins anew
+            aftermath.num_ended += 1
+            return
         if entry.is_replayed and has_attempts and self._supervisor.can_recover:
             self._waiting[stream.request_id] = stream
             aftermath.num_replayed += 1
@@ -218,7 +262,15 @@ class Dispatcher:
             for replica in self._supervisor.replicas
             if replica.is_serving and trial_engine in (None, replica.index)
         ]
+        now_s = asyncio.get_running_loop().time()
+        if stream.is_over or stream.is_late(now_s):
+            del self._waiting[stream.request_id]
+            if not stream.is_over:
+                stream.end_late()
+            return
         submit = stream.entry.next_attempt(alone_until)
+        if not stream.entry.has_output:
+            submit = replace(submit, queue_timeout_s=stream.time_limits.queue_timeout_s(now_s))
         index = self._router.choose(candidates, submit)
         if index is None:
             return
@@ -229,6 +281,8 @@ class Dispatcher:
         self._router.on_sent(index, submit)
         self._replica_of[stream.request_id] = replica
         replica.engine.send(stream, submit)
+        if stream.is_paused:
+            replica.engine.client.pause(stream.request_id)
         if stream.entry.num_sent > 1:
             logs.get_logger().debug(  # a crowd's lines; how many there are is in the death's record
                 "stream goes on",

@@ -25,12 +25,14 @@ from scheduler.messages import (
     EngineStats,
     FailureKind,
     LoadProgress,
+    Pause,
     Ready,
     RequestFailure,
     Shutdown,
     StandingBy,
     StepOutputs,
     Submit,
+    Unpause,
 )
 from service.errors import (
     CallError,
@@ -76,9 +78,11 @@ class EngineClient:
         self._transport: asyncio.WriteTransport | None = None
         self._decoder = FrameDecoder()
         self._aborts: list[int] = []
+        self._pauses: dict[int, bool] = {}
+        """Streams to be paused (true) or to go on (false), as of the last word on each."""
         self._is_lost = False
         self.num_messages_sent = 0
-        """Messages put on the socket since the engine was ready or about to be: Submits, Aborts, Shutdown."""
+        """Messages put on the socket since the engine was ready or about to be."""
         self.stats = EngineStats()
         """As of the last step."""
 
@@ -102,20 +106,28 @@ class EngineClient:
 
     def send(self, stream: RequestStream, submit: Submit) -> None:
         """Give the engine one request; its outputs go to the stream. The caller has made sure that the engine lives."""
-        entry = stream.entry
         self._streams[submit.request_id] = stream
         self._send(submit)
-        entry.sent = submit
-        entry.num_sent += 1
-        entry.message_ordinal = self.num_messages_sent
+        stream.entry.on_sent(submit, self.num_messages_sent)
 
     def leave(self, request_id: int, *, abort: bool) -> None:
         """Forget a stream. Aborts of one pass of the loop go out as one message."""
         if self._streams.pop(request_id, None) is None or not abort or self._is_lost:
             return
+        self._pauses.pop(request_id, None)
         if not self._aborts:
             asyncio.get_running_loop().call_soon(self._flush_aborts)
         self._aborts.append(request_id)
+
+    def pause(self, request_id: int) -> None:
+        """No more steps for it until `unpause`. Those of one pass of the loop go out as one message, behind whatever
+        was sent in it.
+        """
+        self._set_paused(request_id, is_paused=True)
+
+    def unpause(self, request_id: int) -> None:
+        """It may go on."""
+        self._set_paused(request_id, is_paused=False)
 
     def shutdown(self) -> None:
         """Ask the engine to end with status 0."""
@@ -184,14 +196,31 @@ class EngineClient:
 
     @staticmethod
     def _fail(stream: RequestStream, failure: RequestFailure) -> None:
-        stream.end(lambda: _FAILURES[failure.kind](failure))
+        if failure.kind is FailureKind.QUEUE_TIMEOUT:
+            stream.end_late()
+        else:
+            stream.end(lambda: _FAILURES[failure.kind](failure))
+
+    def _set_paused(self, request_id: int, *, is_paused: bool) -> None:
+        if not self._pauses:
+            asyncio.get_running_loop().call_soon(self._flush_pauses)
+        self._pauses[request_id] = is_paused
+
+    def _flush_pauses(self) -> None:
+        pauses, self._pauses = self._pauses, {}
+        if self._is_lost:
+            return
+        for make, is_paused in ((Pause, True), (Unpause, False)):
+            request_ids = tuple(request_id for request_id, wish in pauses.items() if wish is is_paused)
+            if request_ids:
+                self._send(make(request_ids))
 
     def _flush_aborts(self) -> None:
         aborts, self._aborts = self._aborts, []
         if not self._is_lost:
             self._send(Abort(tuple(aborts)))
 
-    def _send(self, message: Submit | Abort | Shutdown) -> None:
+    def _send(self, message: Submit | Abort | Pause | Unpause | Shutdown) -> None:
         if self._write(message):
             self.num_messages_sent += 1
 

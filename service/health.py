@@ -17,6 +17,8 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from service.limits import WATCHERS_MAX
+
 READINESS_NAMES = ("", "readiness", "emberline.v1.InferenceService")
 LIVENESS_NAME = "liveness"
 
@@ -30,7 +32,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # the stub is not annotated
     """Readiness names begin NOT_SERVING, liveness SERVING. All methods belong to the event loop's thread."""
 
-    def __init__(self, *, max_watchers: int = 8192) -> None:
+    def __init__(self, *, max_watchers: int = WATCHERS_MAX) -> None:
         self._max_watchers = max_watchers
         self._watchers: set[asyncio.Event] = set()
         self._closing = asyncio.Event()

@@ -62,6 +62,7 @@ class InfoServicer:
                 max_stop_token_ids=limits.max_stop_token_ids,
                 max_request_bytes=limits.max_request_bytes,
                 max_chat_messages=limits.max_chat_messages,
+                max_sequences=limits.max_sequences,
             ),
             sampling_defaults=info_pb2.SamplingDefaults(
                 temperature=defaults.temperature,
@@ -70,7 +71,13 @@ class InfoServicer:
                 min_p=defaults.min_p,
                 repetition_penalty=defaults.repetition_penalty,
             ),
-            capabilities=info_pb2.Capabilities(chat=tokenizer.has_chat_template, resume_on_engine_death=True),
+            capabilities=info_pb2.Capabilities(
+                chat=tokenizer.has_chat_template,
+                multiple_sequences=limits.max_sequences > 1,
+                resume_on_engine_death=True,
+                time_limits=True,
+                stream_interval=True,
+            ),
             dtype=ready.dtype,
         )
 

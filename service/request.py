@@ -15,6 +15,7 @@ PRIORITY_MAX = 100
 REQUEST_ID_BYTES_MAX = 128
 CACHE_SALT_BYTES_MAX = 128
 STREAM_INTERVAL_MAX = 1024
+SEQUENCES_MAX = 16
 INT32_MAX = 2**31 - 1
 
 
@@ -41,6 +42,8 @@ class Limits:
     max_stop_string_bytes: int = 1024
     max_stop_token_ids: int = 64
     max_chat_messages: int = 1024
+    max_sequences: int = SEQUENCES_MAX
+    """Of one request. No more than the engine has seats, so that they can run side by side."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,8 @@ class OutputOptions:
     text: bool = True
     token_ids: bool = False
     skip_special_tokens: bool = True
+    stream_interval: int = 1
+    """Tokens of a sequence since its last message before there is another; its end does not wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +118,15 @@ class GenerateRequest:
     cache_salt: str = ""
     cache_bypass: bool = False
     priority: int = 0
+    num_sequences: int = 1
+    """More than one: `resume_token_ids` is empty."""
     resume_token_ids: tuple[int, ...] = ()
     resume_on_engine_death: bool | None = None
     """None: the server's default."""
+    max_queue_time_s: float | None = None
+    """Until the first step; None: as long as it takes."""
+    max_time_s: float | None = None
+    """From arrival to the end; None: as long as it takes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -190,7 +190,11 @@ class Server:
         )
         blame = Blame(time.monotonic, secrets.token_bytes(32))
         self._dispatcher = Dispatcher(
-            self._journal, self._supervisor, blame, Router(config.replicas), stream_buffer_tokens=config.stream_buffer_tokens
+            self._journal,
+            self._supervisor,
+            blame,
+            Router(config.replicas),
+            stream_buffer_tokens=config.stream_buffer_tokens,
         )
         self._backend = Backend(
             config,
@@ -245,9 +249,7 @@ class Server:
             # A Watch may stall for as long as its caller likes: it holds nothing.
             timeout_s = None if servicer is self._health else self._config.reader_timeout_s
             check_room = self._admission.check_room if isinstance(servicer, InferenceServicer) else None
-            handlers = safe_handlers(
-                service, servicer, _report_bug, reader_timeout_s=timeout_s, check_room=check_room
-            )
+            handlers = safe_handlers(service, servicer, _report_bug, reader_timeout_s=timeout_s, check_room=check_room)
             server.add_generic_rpc_handlers((handlers,))
         names = [service.full_name for service, _ in services]
         server.add_generic_rpc_handlers(reflection_handlers(names, _report_bug))

@@ -10,22 +10,24 @@ Abort. `CancelledError` passes through: swallowing it would leak the call.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import secrets
-import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import grpc
 
 from emberline.v1 import inference_pb2, tokenizer_pb2
 from service import convert
-from service.account import Account, one_line
+from service.account import Account
 from service.admission import Ticket
 from service.answer import Answer, SequenceState
 from service.backend import Backend
 from service.request import GenerateRequest, Limits
 from service.sequence_text import SequenceText
+from service.stream import RequestStream
+from service.time_limits import TimeLimits
 from service.tokenizer import Tokenizer
 
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -42,40 +44,58 @@ class InferenceServicer:
         self._backend = backend
 
     async def Generate(  # noqa: N802 - the protocol's name
-        self, message: inference_pb2.GenerateRequest, _context: _Context
+        self, message: inference_pb2.GenerateRequest, context: _Context, *, method: str = "Generate"
     ) -> _Deltas:
         """Stream the deltas. What arrives while one is being written goes out together in the next."""
         backend = self._backend
-        backend.admission.check_open()
-        tokenizer, limits = backend.served()
-        request = await self._convert(message, tokenizer, limits)
-        account = Account(request.request_id or uuid.uuid4().hex, backend.clock())
-        with one_line(account, backend.clock), backend.admission.admit(account.label) as ticket:
-            ticket.add_tokens(convert.num_option_entries(message))
-            answer = await self._prepare(request, tokenizer, limits, account, ticket)
-            only = answer.over_before_it_began()
-            if only is not None:
-                yield only
-                return
-            ticket.check()
-            account.submitted_s = backend.clock()
-            with backend.dispatcher.open(
-                answer.submit, label=account.label, is_replayed=backend.is_replayed(request)
-            ) as stream:
-                is_over = False
-                while not is_over:
-                    outputs = await stream.next()
-                    ticket.started()
-                    if account.first_token_s is None:
-                        account.first_token_s = backend.clock()
-                    account.num_cached_tokens = stream.entry.num_cached_tokens
-                    deltas = list(answer.assemble(outputs))
-                    is_over = answer.is_finished
-                    if is_over:
-                        # Nothing is needed of the engine any more, however slowly the rest is read.
-                        stream.close(is_done=True)
-                    for delta in deltas:
-                        yield delta
+        arrived_s = asyncio.get_running_loop().time()
+        with backend.accounts.open(method, message.request_id, context, is_chat=message.HasField("chat")) as account:
+            backend.admission.check_open()
+            tokenizer, limits = backend.served()
+            with backend.admission.admit(convert.num_queue_tokens(message, limits)) as ticket:
+                request = await self._convert(message, tokenizer, limits)
+                time_limits = TimeLimits.from_arrival(
+                    arrived_s,
+                    max_queue_time_s=request.max_queue_time_s,
+                    max_time_s=request.max_time_s,
+                    deadline_s=context.time_remaining(),
+                )
+                ticket.claim(account.label)
+                ticket.expect_start(request.priority, time_limits.first_step)
+                async with time_limits.waiting():
+                    answer = await self._prepare(request, tokenizer, limits, account, ticket)
+                only = answer.over_before_it_began()
+                if only is not None:
+                    yield only
+                    return
+                ticket.check()
+                with backend.dispatcher.open(
+                    answer.submit,
+                    label=account.label,
+                    is_replayed=backend.is_replayed(request),
+                    time_limits=time_limits,
+                ) as stream:
+                    account.timeline = stream.timeline
+                    while not answer.is_finished:
+                        for delta in await self._next(stream, answer, ticket):
+                            yield delta
+
+    async def _next(
+        self, stream: RequestStream, answer: Answer, ticket: Ticket
+    ) -> Sequence[inference_pb2.GenerateResponse]:
+        """The messages for all that has come; waits for something to come."""
+        outputs = await stream.next()
+        if not outputs:
+            return list(answer.cut())
+        account = answer.account
+        ticket.started()
+        self._backend.accounts.has_output(account)
+        account.num_cached_tokens = stream.entry.num_cached_tokens
+        deltas = list(answer.assemble(outputs))
+        if answer.is_finished:
+            # Nothing is needed of the engine any more, however slowly the rest is read.
+            stream.close(is_done=True)
+        return deltas
 
     async def Complete(  # noqa: N802 - the protocol's name
         self, message: inference_pb2.GenerateRequest, context: _Context
@@ -84,7 +104,7 @@ class InferenceServicer:
         response = inference_pb2.CompleteResponse()
         texts: dict[int, list[str]] = {}
         completions: dict[int, inference_pb2.Completion] = {}
-        async with contextlib.aclosing(self.Generate(message, context)) as deltas:
+        async with contextlib.aclosing(self.Generate(message, context, method="Complete")) as deltas:
             async for delta in deltas:
                 response.request_id = delta.request_id
                 completion = completions.setdefault(delta.index, inference_pb2.Completion(index=delta.index))
@@ -116,7 +136,7 @@ class InferenceServicer:
 
         if convert.num_option_entries(message) <= OPTIONS_ON_LOOP_MAX:
             return check()
-        return await self._backend.prompt_workers.run(check)
+        return await self._backend.prompt_workers.run(check, message.ByteSize())
 
     async def _prepare(
         self, request: GenerateRequest, tokenizer: Tokenizer, limits: Limits, account: Account, ticket: Ticket
@@ -151,7 +171,8 @@ class InferenceServicer:
         answer = await self._backend.prompt_workers.run(prepare)
         account.num_prompt_tokens = len(answer.submit.prompt_token_ids)
         account.num_resumed_tokens = sum(len(start.resume_token_ids) for start in answer.submit.sequences)
-        ticket.add_tokens(account.num_prompt_tokens + account.num_resumed_tokens)
+        num_options = len(request.sampling.logit_bias) + len(request.sampling.allowed_token_ids)
+        ticket.settle(account.num_prompt_tokens + account.num_resumed_tokens + num_options)
         return answer
 
 
@@ -177,7 +198,7 @@ class TokenizerServicer:
                 max_prompt_tokens=limits.max_prompt_tokens,
             )
 
-        return await backend.tool_workers.run(encode)
+        return await backend.tool_workers.run(encode, message.ByteSize())
 
     async def Detokenize(  # noqa: N802 - the protocol's name
         self, message: tokenizer_pb2.DetokenizeRequest, _context: _Context
@@ -191,4 +212,4 @@ class TokenizerServicer:
             text = tokenizer.decode(request.token_ids, skip_special_tokens=request.skip_special_tokens)
             return tokenizer_pb2.DetokenizeResponse(text=text)
 
-        return await backend.tool_workers.run(decode)
+        return await backend.tool_workers.run(decode, message.ByteSize())

@@ -35,12 +35,14 @@ from google.protobuf.message_factory import GetMessageClass
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from service import errors
+from service.limits import RECEIVING_CALLS_MAX
 
 DOMAIN = "emberline"
 STATUS_BYTES_MAX = 1024
 PUSHBACK_KEY = "grpc-retry-pushback-ms"
 STATUS_KEY = "grpc-status-details-bin"
 RETRY_AFTER_S_MAX = 3600.0
+INTAKE_RETRY_AFTER_S = 1.0
 REQUEST_TIMEOUT_S = 60.0
 """From a call's headers to the end of its request; the largest one takes seconds on a slow line."""
 NEVER = -1.0
@@ -135,6 +137,12 @@ def to_status(error: errors.CallError) -> tuple[status_pb2.Status, tuple[tuple[s
     return status, metadata
 
 
+def code_and_reason(error: errors.CallError) -> tuple[str, str]:
+    """The name of the error's gRPC code, and ErrorInfo's reason (empty: none): for those who tell of calls."""
+    row = TABLE[type(error)](error) if type(error) in TABLE else _Row(code_pb2.INTERNAL, "INTERNAL")
+    return code_pb2.Code.Name(row.code), row.reason
+
+
 def _message(error: errors.CallError, violations: Sequence[errors.FieldViolation]) -> str:
     """Errors of this project hold no user text; the first violation goes into the line that people see."""
     text = str(error)
@@ -170,7 +178,8 @@ def _add_violations(status: status_pb2.Status, violations: Sequence[errors.Field
 async def abort_with(context: Context, error: errors.CallError) -> NoReturn:
     """End the call with the error's status. Raises grpc's own abort error, which must reach grpc."""
     status, metadata = to_status(error)
-    trailing = (*metadata, (STATUS_KEY, status.SerializeToString()))
+    said = context.trailing_metadata() or ()  # what the body has set: grpc would drop it for what it is given here
+    trailing = (*said, *metadata, (STATUS_KEY, status.SerializeToString()))
     await context.abort(_GRPC_CODES[status.code], status.message, trailing)
     raise AssertionError("abort returns to nobody")
 
@@ -202,21 +211,40 @@ def _readable(request: Message | _Unreadable) -> Message:
     return request
 
 
-async def _receive(context: Context) -> Message:
-    """The call's one request; what comes after it is not read."""
-    try:
-        async with asyncio.timeout(REQUEST_TIMEOUT_S):
-            request = await context.read()
-    except TimeoutError:
-        violation = errors.FieldViolation("", f"no whole message came within {REQUEST_TIMEOUT_S:g} s")
-        raise errors.InvalidRequestError([violation]) from None
-    if request is grpc.aio.EOF:
-        raise errors.InvalidRequestError([errors.FieldViolation("", "the call ended without a whole message")])
-    return _readable(request)
+class _Intake:
+    """Of one service: reads each call's one request, for a bounded number of calls at a time."""
+
+    def __init__(self, check_room: Callable[[], None] | None) -> None:
+        self._check_room = check_room
+        self._num_calls = 0
+
+    async def receive(self, context: Context) -> Message:
+        """What comes after it is not read."""
+        if self._check_room is not None:
+            self._check_room()
+        if self._num_calls >= RECEIVING_CALLS_MAX:
+            raise errors.QueueFullError(INTAKE_RETRY_AFTER_S)
+        self._num_calls += 1
+        try:
+            async with asyncio.timeout(REQUEST_TIMEOUT_S):
+                request = await context.read()
+        except TimeoutError:
+            violation = errors.FieldViolation("", f"no whole message came within {REQUEST_TIMEOUT_S:g} s")
+            raise errors.InvalidRequestError([violation]) from None
+        finally:
+            self._num_calls -= 1
+        if request is grpc.aio.EOF:
+            raise errors.InvalidRequestError([errors.FieldViolation("", "the call ended without a whole message")])
+        return _readable(request)
 
 
 def safe_handlers(
-    service: ServiceDescriptor, servicer: object, report_bug: ReportBug, *, reader_timeout_s: float | None = None
+    service: ServiceDescriptor,
+    servicer: object,
+    report_bug: ReportBug,
+    *,
+    reader_timeout_s: float | None = None,
+    check_room: Callable[[], None] | None = None,
 ) -> grpc.GenericRpcHandler:
     """Method handlers for an asyncio servicer: deserializers that never raise, and a catch-all around each body.
 
@@ -225,9 +253,12 @@ def safe_handlers(
 
     A stream whose reader leaves no room for the next message for `reader_timeout_s` gets SlowReaderError, raised at
     the generator's `yield`: what the call holds is given back then. The status goes out when the reader reads again.
+
+    `check_room` raises a `CallError` where the call would be refused whatever its message says: it is not read then.
     """
+    intake = _Intake(check_room)
     handlers = {
-        method.name: _handler(method, getattr(servicer, method.name), report_bug, reader_timeout_s)
+        method.name: _handler(method, getattr(servicer, method.name), report_bug, reader_timeout_s, intake)
         for method in service.methods
     }
     return grpc.method_handlers_generic_handler(service.full_name, handlers)
@@ -259,7 +290,11 @@ def safe_dialogue(
 
 
 def _handler(
-    method: MethodDescriptor, body: Callable[..., Any], report_bug: ReportBug, reader_timeout_s: float | None
+    method: MethodDescriptor,
+    body: Callable[..., Any],
+    report_bug: ReportBug,
+    reader_timeout_s: float | None,
+    intake: _Intake,
 ) -> _Handler:
     assert not method.client_streaming, "such a method is a `safe_dialogue`"
     make = grpc.stream_stream_rpc_method_handler if method.server_streaming else grpc.stream_unary_rpc_method_handler
@@ -268,7 +303,7 @@ def _handler(
 
     async def call(_requests: AsyncIterator[Message | _Unreadable], context: Context) -> Any:
         try:
-            return await body(await _receive(context), context)
+            return await body(await intake.receive(context), context)
         except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - the catch-all around every rpc
             await _end_badly(context, error, report_bug)
 
