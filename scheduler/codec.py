@@ -1,4 +1,4 @@
-"""Messages to bytes and back: the framing of the socket between the front end and an engine.
+"""Messages to bytes and back: the framing of the sockets between the front end and its processes.
 
 A frame is a 4-byte little-endian length of what follows, one byte that names the message's type, and the message in
 msgpack (fields by name, so that a field with a default can be added later). The type byte is the index in `_TYPES`:
@@ -15,6 +15,14 @@ import msgspec
 
 from scheduler.config import EngineConfig
 from scheduler.errors import EmberlineError
+from scheduler.guide_messages import (
+    CompileGuide,
+    GuideCompiled,
+    GuideCompilerConfig,
+    GuideCompilerFailed,
+    GuideCompilerReady,
+    GuideMessage,
+)
 from scheduler.messages import (
     Abort,
     Activate,
@@ -48,12 +56,17 @@ _TYPES: tuple[type[Any], ...] = (
     StandingBy,
     Pause,
     Unpause,
+    GuideCompilerConfig,
+    CompileGuide,
+    GuideCompilerReady,
+    GuideCompiled,
+    GuideCompilerFailed,
 )
 _TAG_OF = {message_type: tag for tag, message_type in enumerate(_TYPES)}
 _DECODERS = tuple(msgspec.msgpack.Decoder(message_type) for message_type in _TYPES)
 _encoder = msgspec.msgpack.Encoder()
 
-Message = EngineConfig | ToEngine | FromEngine
+Message = EngineConfig | ToEngine | FromEngine | GuideMessage
 
 
 class CodecError(EmberlineError):
