@@ -2,7 +2,8 @@
 
 It answers each request with the ids of `tokens_of` (a function of the prompt alone), one token per step for all
 running requests, or for one alone whose `alone_until` asks for it. A prompt that begins with an id of `Trigger` makes
-it misbehave the moment the request is taken. Like the real one it can stand by.
+it misbehave the moment the request is taken. Like the real one it can stand by, pauses requests, and fails one that it
+was given too late a moment for.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from scheduler.messages import (
     FailureKind,
     FinishReason,
     LoadProgress,
+    Pause,
     Phase,
     Ready,
     RequestFailure,
@@ -38,6 +40,7 @@ from scheduler.messages import (
     StandingBy,
     StepOutputs,
     Submit,
+    Unpause,
 )
 
 VOCAB_SIZE = 1000
@@ -57,7 +60,7 @@ class Trigger(IntEnum):
     CLOSE_SOCKET = 996
     NON_FINITE = 997
     SILENT = 998
-    """Taken, but never answered."""
+    """Taken, but never answered, unless its `queue_timeout_s` passes."""
     STOP_READING = 999
     """Idle, and deaf to every later message."""
 
@@ -74,6 +77,9 @@ class FakeEngine:
         self._step_s = step_s
         self._decoder = FrameDecoder()
         self._running: dict[int, tuple[Submit, int]] = {}
+        self._paused: set[int] = set()
+        self._silent: dict[int, float] = {}
+        """Those that get no step, and when they expire."""
         self._failures: list[RequestFailure] = []
         self._step_id = 0
         self._num_received = 0
@@ -119,7 +125,7 @@ class FakeEngine:
             self.enter(Phase.IDLE if not self._running else Phase.DRAIN)
             if self._is_deaf:
                 time.sleep(60)
-            for message in self.read(self._step_s if self._running else None):
+            for message in self.read(self._step_s if self._running or self._silent else None):
                 self._num_received += 1
                 self.enter(Phase.DRAIN)
                 self.take(message)
@@ -128,12 +134,17 @@ class FakeEngine:
     def take(self, message: object) -> None:
         match message:
             case Submit():
-                self._running[message.request_id] = (message, len(message.resume_token_ids))
+                self._running[message.request_id] = (message, len(message.sequences[0].resume_token_ids))
                 if message.prompt_token_ids[0] in set(Trigger):
                     self.misbehave(Trigger(message.prompt_token_ids[0]), message)
             case Abort():
                 for request_id in message.request_ids:
                     self._running.pop(request_id, None)
+                    self._silent.pop(request_id, None)
+            case Pause():
+                self._paused.update(message.request_ids)
+            case Unpause():
+                self._paused.difference_update(message.request_ids)
             case Shutdown():
                 self._is_over = True
 
@@ -143,7 +154,7 @@ class FakeEngine:
         self.enter(Phase.EXECUTE)
 
     def misbehave(self, trigger: Trigger, submit: Submit) -> None:
-        is_alone = submit.alone_until > len(submit.resume_token_ids)
+        is_alone = submit.alone_until > len(submit.sequences[0].resume_token_ids)
         self.begin_step([submit.request_id] if is_alone else list(self._running))
         match trigger:
             case Trigger.EXIT_ZERO:
@@ -166,6 +177,8 @@ class FakeEngine:
                 self._failures.append(RequestFailure(submit.request_id, FailureKind.NON_FINITE))
             case Trigger.SILENT:
                 del self._running[submit.request_id]
+                if submit.queue_timeout_s is not None:
+                    self._silent[submit.request_id] = time.monotonic() + submit.queue_timeout_s
             case Trigger.STOP_READING:
                 self._running.clear()
                 self._is_deaf = True
@@ -180,14 +193,17 @@ class FakeEngine:
 
     def step(self) -> None:
         outputs = []
-        batch = list(self._running.items())
+        for request_id in [one for one, until_s in self._silent.items() if time.monotonic() >= until_s]:
+            del self._silent[request_id]
+            self._failures.append(RequestFailure(request_id, FailureKind.QUEUE_TIMEOUT))
+        batch = [one for one in self._running.items() if one[0] not in self._paused]
         alone = [one for one in batch if one[1][1] < one[1][0].alone_until]
         batch = alone[:1] or batch
         self.begin_step([request_id for request_id, _ in batch])
         for request_id, (submit, position) in batch:
-            if submit.resume_token_ids and position == len(submit.resume_token_ids):
+            if submit.sequences[0].resume_token_ids and position == len(submit.sequences[0].resume_token_ids):
                 over = finish_reason_after(
-                    submit.resume_token_ids[-1],
+                    submit.sequences[0].resume_token_ids[-1],
                     num_prompt_tokens=len(submit.prompt_token_ids),
                     num_tokens=len(submit.prompt_token_ids) + position,
                     stopping=submit.stopping,
@@ -199,7 +215,7 @@ class FakeEngine:
                     continue
             token_id = tokens_of(submit.prompt_token_ids, position + 1)[position]
             is_last = position + 1 >= submit.stopping.max_tokens
-            cached = 0 if position == len(submit.resume_token_ids) else None
+            cached = 0 if position == len(submit.sequences[0].resume_token_ids) else None
             reason = FinishReason.MAX_TOKENS if is_last else None
             outputs.append(SequenceOutput(request_id, 0, (token_id,), finish_reason=reason, num_cached_tokens=cached))
             if is_last:

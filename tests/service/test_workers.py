@@ -12,8 +12,10 @@ from service.workers import Workers
 from tests.service.support import HANG_S, until
 
 
-def workers(*, max_jobs: int) -> Workers:
-    return Workers("test", num_threads=1, max_jobs=max_jobs, make_refusal=lambda: QueueFullError(1))
+def workers(*, max_jobs: int, max_bytes: int = 100) -> Workers:
+    return Workers(
+        "test", num_threads=1, max_jobs=max_jobs, max_bytes=max_bytes, make_refusal=lambda: QueueFullError(1)
+    )
 
 
 async def test_a_job_keeps_its_place_until_its_thread_is_done() -> None:
@@ -48,4 +50,19 @@ async def test_results_and_errors_come_back() -> None:
     with pytest.raises(ZeroDivisionError):
         await pool.run(lambda: 1 // 0)
     await until(lambda: pool.num_jobs == 0)
+    pool.shutdown()
+
+
+async def test_what_waits_is_bounded_in_bytes() -> None:
+    """Jobs hold their bytes until their threads are done; one that is larger than all the room is let in alone."""
+    pool = workers(max_jobs=10)
+    go_on = threading.Event()
+    first = asyncio.create_task(pool.run(lambda: go_on.wait(HANG_S), 500))
+    await until(lambda: pool.num_jobs)
+    with pytest.raises(QueueFullError):
+        await pool.run(lambda: None, 1)
+    go_on.set()
+    await first
+    await until(lambda: not pool.num_bytes)
+    assert await pool.run(lambda: 7, 100) == 7
     pool.shutdown()
