@@ -17,10 +17,14 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from service.errors import FieldViolation, InvalidRequestError
+
 from service.limits import WATCHERS_MAX
 
 READINESS_NAMES = ("", "readiness", "emberline.v1.InferenceService")
 LIVENESS_NAME = "liveness"
+NAME_CHARS_MAX = 256
+"""Of the service asked for: a Watch of an unknown name holds it for as long as it lives."""
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -61,7 +65,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # th
     async def Check(  # noqa: N802 - the protocol's name
         self, request: health_pb2.HealthCheckRequest, context: Context
     ) -> health_pb2.HealthCheckResponse:
-        status = self._statuses.get(request.service)
+        status = self._statuses.get(_checked_name(request))
         if status is None:
             await context.abort(grpc.StatusCode.NOT_FOUND, "unknown service")
         return health_pb2.HealthCheckResponse(status=status)
@@ -83,7 +87,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # th
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is stopping")
         if len(self._watchers) >= self._max_watchers:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many watchers")
-        name = request.service
+        name = _checked_name(request)
         changed = asyncio.Event()
         self._watchers.add(changed)
         try:
@@ -109,3 +113,10 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # th
     def _wake(self) -> None:
         for changed in self._watchers:
             changed.set()
+
+
+def _checked_name(request: health_pb2.HealthCheckRequest) -> str:
+    name: str = request.service
+    if len(name) > NAME_CHARS_MAX:
+        raise InvalidRequestError([FieldViolation("service", f"at most {NAME_CHARS_MAX} characters")])
+    return name
