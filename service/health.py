@@ -18,7 +18,6 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from service.errors import FieldViolation, InvalidRequestError
-
 from service.limits import WATCHERS_MAX
 
 READINESS_NAMES = ("", "readiness", "emberline.v1.InferenceService")
