@@ -24,6 +24,10 @@ DESIGN_FLAGS = """
 --drain-grace --metrics-port --log-format --log-level --termination-log --crash-dir --tls-cert --tls-key --tls-client-ca
 --enable-admin
 """
+ADDED_FLAGS = """
+--allow-plaintext-network --auth-tokens --admin-clients --enable-channelz
+"""
+"""Those that it does not list."""
 
 
 def namespace(*arguments: str) -> argparse.Namespace:
@@ -35,8 +39,10 @@ def parsed(*arguments: str, model: str | None = "org/model", **environ: str) -> 
 
 
 def test_every_flag_of_the_design_is_known() -> None:
-    """The flags are those of the design, each once."""
-    assert sorted(f"--{flag.name}" for flag in FLAGS + NOT_YET) == sorted(DESIGN_FLAGS.split())
+    """The flags are those of the design and a few more, each once."""
+    names = [f"--{flag.name}" for flag in FLAGS + NOT_YET]
+    assert len(set(names)) == len(names)
+    assert set(DESIGN_FLAGS.split()) | set(ADDED_FLAGS.split()) <= set(names)
 
 
 @pytest.mark.parametrize("path", ["x" * 300, "~nobody-of-that-name/crashes"])
@@ -49,7 +55,7 @@ def test_a_path_that_cannot_be_looked_at_is_one_clear_line(path: str) -> None:
 def test_defaults_are_valid_and_all_used() -> None:
     """Without flags there is a valid configuration, and every field of the engine's share comes from it."""
     plain = parsed(log_format="json")
-    assert plain.address == "127.0.0.1:50051"
+    assert (plain.host, plain.port) == ("127.0.0.1", 50051)
     assert plain.served_model_name == "model"
     engine = plain.engine_config()
     assert {field.name for field in fields(EngineConfig)} == {field.name for field in fields(engine)}
@@ -182,3 +188,83 @@ def test_help_tells_every_flag_with_its_variable(capsys: pytest.CaptureFixture[s
         assert f"--{flag.name}" in text
         assert flag.variable in text
     assert text.count("not available in this version") == len(NOT_YET)
+
+
+# Who can reach the port
+
+
+@pytest.fixture
+def secrets(tmp_path: Path) -> dict[str, tuple[str, str]]:
+    """Flags with a file each; what is in them is for later."""
+    pairs = {}
+    for name in ("tls-cert", "tls-key", "tls-client-ca", "auth-tokens"):
+        path = tmp_path / name
+        path.write_text("x")
+        pairs[name] = (f"--{name}", str(path))
+    return pairs
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "[::1]", "localhost", "LOCALHOST"])
+def test_a_loopback_address_needs_no_flag(host: str) -> None:
+    """Nobody else can reach it; nor does AdminService need more there."""
+    assert parsed("--host", host).is_local
+    assert parsed("--host", host, "--enable-admin", "--enable-channelz").enable_admin
+
+
+@pytest.mark.parametrize(
+    "host", ["0.0.0.0", "::", "192.0.2.1", "2001:db8::1", "example.test", "localhost.test", "127.1"]
+)
+def test_the_network_needs_tls_or_a_flag_that_names_the_risk(host: str, secrets: dict[str, tuple[str, str]]) -> None:
+    """Refused otherwise, with the flags that help; tokens do not make up for it."""
+    for more in ((), secrets["auth-tokens"]):
+        with pytest.raises(ConfigurationError, match="--tls-cert and --tls-key, or --allow-plaintext-network"):
+            parsed("--host", host, *more)
+    assert not parsed("--host", host, *secrets["tls-cert"], *secrets["tls-key"]).is_local
+    assert parsed("--host", host, "--allow-plaintext-network").allow_plaintext_network
+    assert parsed("--host", host, EMBERLINE_ALLOW_PLAINTEXT_NETWORK="1").allow_plaintext_network
+
+
+def test_admin_is_never_open_to_every_caller_of_the_network(secrets: dict[str, tuple[str, str]]) -> None:
+    """TLS alone does not say who calls, and a certificate that opens inference is none of an administrator's: tokens
+    are asked for, or the names of administrators' certificates. The same for channelz.
+    """
+    tls = (*secrets["tls-cert"], *secrets["tls-key"])
+    mutual = (*tls, *secrets["tls-client-ca"])
+    network = ("--host", "0.0.0.0")
+    for flag in ("--enable-admin", "--enable-channelz"):
+        for door in (("--allow-plaintext-network",), tls, mutual):
+            with pytest.raises(ConfigurationError, match=f"{flag} on --host 0.0.0.0 would be open to every caller"):
+                parsed(*network, *door, flag)
+        parsed(*network, *tls, *secrets["auth-tokens"], flag)
+        assert parsed(*network, *mutual, "--admin-clients", "ops, chief", flag).admin_clients == ("ops", "chief")
+    with pytest.raises(ConfigurationError, match="--admin-clients needs --tls-client-ca"):
+        parsed(*network, *tls, "--admin-clients", "ops", "--enable-admin")
+    with pytest.raises(ConfigurationError, match="--admin-clients does nothing"):
+        parsed(*network, *mutual, "--admin-clients", "ops")
+
+
+def test_tls_flags_belong_together(secrets: dict[str, tuple[str, str]], tmp_path: Path) -> None:
+    """One without the other is refused, as is a file that is not there or cannot be read."""
+    for alone in ("tls-cert", "tls-key"):
+        with pytest.raises(ConfigurationError, match="--tls-cert and --tls-key belong together"):
+            parsed(*secrets[alone])
+    with pytest.raises(ConfigurationError, match="--tls-client-ca needs --tls-cert"):
+        parsed(*secrets["tls-client-ca"])
+    for missing in (tmp_path / "nothing", tmp_path):
+        with pytest.raises(ConfigurationError, match="--auth-tokens must be a file"):
+            parsed("--auth-tokens", str(missing))
+
+
+def test_health_has_a_port_of_its_own() -> None:
+    """Another than the main one, unless both are free ones."""
+    assert parsed().health_port is None
+    assert parsed("--health-port", "0", "--port", "0").health_port == 0
+    with pytest.raises(ConfigurationError, match="--health-port and --port are both 7"):
+        parsed("--health-port", "7", "--port", "7")
+
+
+def test_a_model_name_is_one_that_a_request_may_send() -> None:
+    """Requests have a bound for it."""
+    assert len(parsed("--served-model-name", "n" * config.MODEL_NAME_BYTES_MAX).served_model_name) == 256
+    with pytest.raises(ConfigurationError, match="--served-model-name must be at most 256 bytes"):
+        parsed("--served-model-name", "n" * (config.MODEL_NAME_BYTES_MAX + 1))
