@@ -19,7 +19,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from scheduler.messages import SamplingParams, StoppingParams, TokenLogprobs
+from scheduler.core.packed_logprobs import PackedLogprobs
+from scheduler.messages import FailureKind, SamplingParams, StoppingParams, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,11 @@ class NewSequence:
     """Its block table so far, enough for this step's tokens."""
     num_computed_tokens: int
     """Tokens whose KV is already in these blocks (prefix cache)."""
+    num_scored_tokens: int = 0
+    """With `num_prompt_logprobs`: leading tokens of the prompt whose successors' logprobs are known from before, or are
+    not asked for; at least `num_computed_tokens`, for what is not computed has no logits."""
+    guide: bytes = b""
+    """Of its `Submit`; its state is a function of the output tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +79,15 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class SequenceFailure:
+    """Why a sequence, and with it its request, cannot go on though its step succeeded."""
+
+    kind: FailureKind
+    incident_id: str = ""
+    """With INTERNAL: the id under which the cause was logged."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """What the runner found."""
 
@@ -81,4 +96,9 @@ class StepResult:
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
     """seq_id → logprobs of its sampled token, for those that asked."""
     non_finite_seq_ids: Sequence[int] = ()
-    """Sampled sequences whose logits held NaN or +inf, or nothing but -inf."""
+    """Sequences whose logits, where they were sampled or scored, held NaN or +inf, or nothing but -inf."""
+    prompt_logprobs: Mapping[int, PackedLogprobs] = field(default_factory=dict)
+    """seq_id → logprobs of the prompt tokens that follow those scored in this step, for those that asked; they go on
+    where the last step's ended, also after a preemption."""
+    failures: Mapping[int, SequenceFailure] = field(default_factory=dict)
+    """seq_id → why it cannot go on, for sampled sequences; whatever was sampled for them does not count."""

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.core.output import NewSequence, StepPlan
+from scheduler.core.output import NewSequence, SequenceFailure, StepPlan
 from scheduler.messages import SamplingParams
 from scheduler.model import kv_cache
+from scheduler.model.guided.matcher import GuidedSequence, OpenGuide, no_guides
 from scheduler.model.noise import position_keys, sequence_key
-from scheduler.model.sampler import BiasList, PenaltyList, SamplingRows, TokenList
+from scheduler.model.sampler import BiasList, GuideMask, PenaltyList, SamplingRows, TokenList
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -37,13 +38,32 @@ _SLOT = np.dtype(
         ("top_p", np.float64),
         ("min_p", np.float64),
         ("num_logprobs", np.int64),
+        ("num_prompt_logprobs", np.int64),
+        ("num_scored_tokens", np.int64),
         ("key", np.uint64),
+        ("has_guide", np.bool_),
         ("has_allowed", np.bool_),
         ("has_bias", np.bool_),
         ("has_penalties", np.bool_),
     ]
 )
 """What is kept of one sequence beside its token ids, block table and controls."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredRows:
+    """P positions of the flat row whose next token, one of the prompt, is to be scored. They belong to W sequences."""
+
+    rows: Int64Array
+    """[P]: positions in the flat row."""
+    next_token_ids: Int64Array
+    """[P]"""
+    sequences: Int64Array
+    """[W]: which of the B sequences."""
+    lengths: Int64Array
+    """[W]: how many of the P each has, at least one; in order."""
+    num_top: Int64Array
+    """[W]: how many best tokens each wants."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +88,8 @@ class StepInputs:
     """[S]: which of the B sequences are sampled."""
     sampled_rows: Int64Array
     """[S]: positions in the flat row whose logits are wanted."""
+    scored: ScoredRows | None = None
+    """None: no prompt is scored in this step."""
 
 
 class TokenCounts:
@@ -111,15 +133,25 @@ class SequenceControls:
     bias_values: npt.NDArray[np.float64]
     stop_ids: Int64Array
     token_counts: TokenCounts | None
+    guided: GuidedSequence | None = None
 
 
 class InputBatch:
     """All sequences the runner knows: running ones, and preempted ones that wait with their token ids."""
 
-    def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        vocab_size: int,
+        open_guide: OpenGuide = no_guides,
+    ) -> None:
         """`max_num_seqs` sizes the arrays at first; preempted sequences beyond it make them grow."""
         self.block_size = block_size
         self._vocab_size = vocab_size
+        self._open_guide = open_guide
         # One past the limit: a sequence that reaches it may have one more token sampled.
         self._max_num_tokens = max_model_len + 1
         max_num_blocks = -(-self._max_num_tokens // block_size)
@@ -197,7 +229,10 @@ class InputBatch:
         state["top_p"] = sampling.top_p
         state["min_p"] = sampling.min_p
         state["num_logprobs"] = -1 if sampling.num_logprobs is None else sampling.num_logprobs
+        state["num_prompt_logprobs"] = -1 if sampling.num_prompt_logprobs is None else sampling.num_prompt_logprobs
+        state["num_scored_tokens"] = new.num_scored_tokens
         state["key"] = sequence_key(sampling.seed, new.index)
+        state["has_guide"] = controls.guided is not None
         state["has_allowed"] = len(controls.allowed_ids) > 0
         state["has_bias"] = len(controls.bias_ids) > 0
         state["has_penalties"] = controls.token_counts is not None
@@ -215,6 +250,11 @@ class InputBatch:
             # A model's files may name an EOS that its vocabulary lacks: it is never sampled, nor can it be masked.
             stop_ids=stop_ids[(stop_ids >= 0) & (stop_ids < self._vocab_size)],
             token_counts=TokenCounts(prompt_ids, output_ids) if has_penalties(sampling) else None,
+            guided=(
+                GuidedSequence(self._open_guide, new.guide, new.stopping.eos_token_ids, len(output_ids))
+                if new.guide
+                else None
+            ),
         )
 
     def _grow(self) -> None:
@@ -267,6 +307,32 @@ class InputBatch:
             slots=slots,
             sampled=sampled,
             sampled_rows=row_ends[sampled] - 1,
+            scored=self._scored(slots, state, context_lens, row_ends),
+        )
+
+    def _scored(
+        self, slots: Int64Array, state: npt.NDArray[np.void], context_lens: Int32Array, row_ends: Int64Array
+    ) -> ScoredRows | None:
+        """The prompt's last token is not scored: what follows it is output."""
+        wanting = np.flatnonzero(state["num_prompt_logprobs"] >= 0)
+        if len(wanting) == 0:
+            return None
+        of_wanting, context_lens = state[wanting], context_lens[wanting]
+        ends = np.minimum(context_lens, of_wanting["num_prompt_tokens"] - 1)
+        starts = of_wanting["num_scored_tokens"]
+        lengths = ends - starts
+        some = lengths > 0
+        assert (of_wanting["num_computed_tokens"] <= starts)[some].all(), "tokens to be scored came from the cache"
+        if not some.any():
+            return None
+        wanting, starts, lengths = wanting[some], starts[some], lengths[some]
+        positions = np.arange(lengths.sum()) + np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
+        return ScoredRows(
+            rows=positions + np.repeat(row_ends[wanting] - context_lens[some], lengths),
+            next_token_ids=self._token_ids[np.repeat(slots[wanting], lengths), positions + 1].astype(np.int64),
+            sequences=wanting,
+            lengths=lengths,
+            num_top=of_wanting["num_prompt_logprobs"][some],
         )
 
     def sampling_rows(self, inputs: StepInputs) -> SamplingRows:
@@ -281,6 +347,7 @@ class InputBatch:
             min_p=state["min_p"],
             num_logprobs=state["num_logprobs"],
             keys=position_keys(state["key"], state["num_tokens"]),
+            guide=self._guide_mask(slots, np.flatnonzero(state["has_guide"])),
             allowed=self._allowed(slots, np.flatnonzero(state["has_allowed"])),
             bias=self._bias(slots, np.flatnonzero(state["has_bias"])),
             forbidden=self._forbidden(slots, np.flatnonzero(num_output_tokens < state["min_tokens"])),
@@ -290,6 +357,21 @@ class InputBatch:
     def _controls_in(self, slots: Int64Array) -> list[SequenceControls]:
         found = [self._controls[slot] for slot in slots.tolist()]
         return [controls for controls in found if controls is not None]
+
+    def _guide_mask(self, slots: Int64Array, rows: Int64Array) -> GuideMask | None:
+        if len(rows) == 0:
+            return None
+        bitmask = np.full((len(rows), -(-self._vocab_size // 32)), -1, dtype=np.int32)
+        failures: dict[int, SequenceFailure] = {}
+        for place, (row, controls) in enumerate(zip(rows.tolist(), self._controls_in(slots[rows]), strict=True)):
+            assert controls.guided is not None
+            state = self._state[slots[row]]
+            output_ids = self._token_ids[slots[row], state["num_prompt_tokens"] : state["num_tokens"]]
+            failure = controls.guided.fill(output_ids, bitmask, place)
+            if failure is not None:
+                bitmask[place] = -1
+                failures[row] = failure
+        return GuideMask(rows, bitmask, failures)
 
     def _allowed(self, slots: Int64Array, rows: Int64Array) -> TokenList | None:
         if len(rows) == 0:
@@ -331,6 +413,8 @@ class InputBatch:
     def commit(self, inputs: StepInputs, sampled_token_ids: Sequence[int]) -> None:
         """Records that the step has run: its tokens are computed; what it sampled (if not -1) is appended."""
         self._state["num_computed_tokens"][inputs.slots] += inputs.query_lens
+        if inputs.scored is not None:
+            self._state["num_scored_tokens"][inputs.slots[inputs.scored.sequences]] += inputs.scored.lengths
         token_ids = np.array(sampled_token_ids, dtype=np.int32)
         good = token_ids >= 0
         slots, token_ids = inputs.slots[inputs.sampled][good], token_ids[good]

@@ -5,25 +5,27 @@ What must live here: that walk, and nothing it would do only once. What must not
 
 The model sees one flat row of tokens, whatever sequences they belong to; their positions go in beside them, and
 attention, the only place where tokens meet, is ours (`paged_attention.py`). The vocabulary is projected only at the
-positions that are sampled.
+positions that are sampled, and afterwards, some rows at a time, at those of prompts that are to be scored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from scheduler.core.output import NewSequence, StepPlan, StepResult
-from scheduler.messages import SamplingParams, StoppingParams
-from scheduler.model.input_batch import InputBatch, StepInputs
+from scheduler.core.output import NewSequence, SequenceFailure, StepPlan, StepResult
+from scheduler.messages import FailureKind, SamplingParams, StoppingParams
+from scheduler.model.input_batch import InputBatch, ScoredRows, StepInputs
 from scheduler.model.kv_cache import PagedKVCache
 from scheduler.model.paged_attention import PagedAttention
-from scheduler.model.sampler import sample
+from scheduler.model.projection import Projection
+from scheduler.model.prompt_scores import ScoredPrompts, score_prompts
+from scheduler.model.sampler import GuideMask, SampledTokens, sample
+from scheduler.model.threads import single_threaded
 
 PROBE_SEQ_ID = -1
 """No sequence of a scheduler has it."""
@@ -55,6 +57,14 @@ class UnhealthyRunnerError(Exception):
     """A step known to be harmless gave no usable result."""
 
 
+def _failures(guide: GuideMask | None, sampled: SampledTokens) -> dict[int, SequenceFailure]:
+    """row → why its guide ends it."""
+    if guide is None:
+        return {}
+    dead_ends = set(sampled.emptied).intersection(guide.rows.tolist())
+    return dict.fromkeys(dead_ends, SequenceFailure(FailureKind.GUIDE_DEAD_END)) | guide.failures
+
+
 class ModelRunner:
     """One model, one KV pool, and the sequences in it."""
 
@@ -67,6 +77,7 @@ class ModelRunner:
         self._attention = attention
         self._kv_cache = kv_cache
         self._batch = batch
+        self._projection = Projection(model)
         self._device = torch.device(info.device)
 
     @torch.inference_mode()
@@ -81,23 +92,40 @@ class ModelRunner:
         if not plan.seq_ids:
             return StepResult(())
         inputs = batch.build(plan)
-        logits = self.compute_logits(inputs)
-        if len(inputs.sampled) == 0:
-            batch.commit(inputs, ())
-            return StepResult(())
-        with _single_threaded():
-            sampled = sample(logits, batch.sampling_rows(inputs))
+        with self._projection.keeping() if inputs.scored is not None else nullcontext():
+            logits = self.compute_logits(inputs)
+        sampled, guide = SampledTokens([]), None
+        if len(inputs.sampled):
+            with single_threaded():
+                rows = batch.sampling_rows(inputs)
+                sampled, guide = sample(logits, rows), rows.guide
+        del logits  # those of the prompts come in their place
+        scored = ScoredPrompts() if inputs.scored is None else self._score(inputs.scored)
         batch.commit(inputs, sampled.token_ids)
         seq_ids = plan.sampled_seq_ids
+        failures = _failures(guide, sampled)
+        non_finite = [
+            seq_ids[row] for row, token_id in enumerate(sampled.token_ids) if token_id < 0 and row not in failures
+        ]
+        non_finite += [plan.seq_ids[sequence] for sequence in scored.non_finite]
         return StepResult(
             sampled_token_ids=sampled.token_ids,
             logprobs={seq_ids[row]: logprobs for row, logprobs in sampled.logprobs.items()},
-            non_finite_seq_ids=[seq_ids[row] for row, token_id in enumerate(sampled.token_ids) if token_id < 0],
+            non_finite_seq_ids=list(dict.fromkeys(non_finite)),
+            failures={seq_ids[row]: failure for row, failure in failures.items()},
+            prompt_logprobs={plan.seq_ids[sequence]: packed for sequence, packed in scored.logprobs.items()},
         )
+
+    def _score(self, rows: ScoredRows) -> ScoredPrompts:
+        try:
+            return score_prompts(self._projection.project, rows, vocab_size=self.info.vocab_size, device=self._device)
+        finally:
+            self._projection.drop()
 
     def reset(self) -> None:
         """Forgets every sequence. The pools keep their contents: what earlier steps computed stays good."""
         self._batch.reset()
+        self._projection.drop()  # of a step that failed half-way
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # what a step that ran out of memory left may be in pieces of the wrong size
 
@@ -160,16 +188,12 @@ class ModelRunner:
             self._attention.end_step()
         return output.logits[0].float()
 
-
-@contextmanager
-def _single_threaded() -> Iterator[None]:
-    """One thread for many small operations.
-
-    A team gains them little, and loses 8 ms in each whenever its other core is taken: its threads spin at barriers.
-    """
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(num_threads)
+    @torch.inference_mode()
+    def compute_all_logits(self, inputs: StepInputs) -> torch.Tensor:
+        """One forward pass, then float32 logits [T, V] of all its rows, by the way of scored prompts."""
+        with self._projection.keeping():
+            self.compute_logits(inputs)
+        try:
+            return self._projection.project(torch.arange(len(inputs.token_ids), device=self._device))
+        finally:
+            self._projection.drop()

@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from scheduler.core.output import SequenceFailure
 from scheduler.messages import GREEDY_TEMPERATURE, TokenLogprobs
 from scheduler.model.noise import UInt64Array, gumbel
 
@@ -43,6 +44,7 @@ LIST_ENTRIES_MAX = 1 << 20
 _MEMBER_LANES = 1 << 32
 _TOKEN_LANES = 2 << 32
 
+Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
 
@@ -78,6 +80,18 @@ class PenaltyList:
 
 
 @dataclass(frozen=True, slots=True)
+class GuideMask:
+    """What the guides of some rows allow."""
+
+    rows: Int64Array
+    """[G], ascending."""
+    bitmask: Int32Array
+    """[G, V / 32, rounded up]: bit i of word w is 1 where token 32 w + i is allowed."""
+    failures: dict[int, SequenceFailure] = field(default_factory=dict)
+    """row → why its guide cannot tell; all is allowed there, and whatever is sampled does not count."""
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingRows:
     """What each row asks for; arrays are [S], parallel to the rows of logits. None: no row asks."""
 
@@ -89,6 +103,7 @@ class SamplingRows:
     """-1: none asked for."""
     keys: UInt64Array
     """`noise.position_keys` of the tokens to be sampled."""
+    guide: GuideMask | None = None
     allowed: TokenList | None = None
     """For rows that have an entry here, no other token can be sampled."""
     bias: BiasList | None = None
@@ -99,7 +114,7 @@ class SamplingRows:
     @property
     def plain_greedy(self) -> bool:
         """True if every row wants nothing but its best token."""
-        if self.allowed or self.bias or self.forbidden or self.penalties:
+        if self.guide or self.allowed or self.bias or self.forbidden or self.penalties:
             return False
         return bool((self.temperature < GREEDY_TEMPERATURE).all() and (self.num_logprobs < 0).all())
 
@@ -112,6 +127,8 @@ class SampledTokens:
     """-1 where the row was not finite, or its controls left no token at all."""
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     """row → logprobs, for finite rows that asked."""
+    emptied: tuple[int, ...] = ()
+    """Of the rows with -1 those that were finite, until their controls left no token."""
 
 
 def sample(logits: torch.Tensor, rows: SamplingRows) -> SampledTokens:
@@ -128,9 +145,12 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> SampledTokens:
         logits[~finite] = 0.0
     wants_logprobs = np.flatnonzero(rows.num_logprobs >= 0)
     raw = logits[_on_device(wants_logprobs, logits)] if len(wants_logprobs) else None
+    emptied: tuple[int, ...] = ()
     if _apply_controls(logits, rows):
         best = logits.amax(dim=-1)
-        finite &= best.isfinite()
+        left = best.isfinite()
+        emptied = tuple((finite & ~left).nonzero()[:, 0].tolist())
+        finite &= left
     drawn = np.flatnonzero(rows.temperature >= GREEDY_TEMPERATURE)
     token_ids = torch.zeros_like(best, dtype=torch.long) if len(drawn) == len(best) else logits.argmax(dim=-1)
     if len(drawn):
@@ -140,8 +160,37 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> SampledTokens:
         token_ids[index] = _draw(logits[index], best_drawn, rows, drawn)
     sampled = _mark(token_ids, finite)
     if raw is None:
-        return SampledTokens(sampled)
-    return SampledTokens(sampled, _logprobs(raw, wants_logprobs, sampled, rows.num_logprobs[wants_logprobs]))
+        return SampledTokens(sampled, emptied=emptied)
+    logprobs = _logprobs(raw, wants_logprobs, sampled, rows.num_logprobs[wants_logprobs])
+    return SampledTokens(sampled, logprobs, emptied)
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredTokens:
+    """How likely given tokens are, one per row, and which are the most likely. On the device of the logits."""
+
+    logprobs: torch.Tensor
+    """[R] float32; NaN where the row is not finite."""
+    ranks: torch.Tensor
+    """[R]: 1 is the most likely; of equal ones each counts only those that are more likely."""
+    top_token_ids: torch.Tensor
+    """[R, num_top]: best first, ties by lowest id."""
+    top_logprobs: torch.Tensor
+    """[R, num_top]"""
+
+
+def score(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> ScoredTokens:
+    """Log-softmax of `logits` [R, V] at `token_ids` [R], and its `num_top` best values (or V, if that is less).
+
+    A row with NaN or +inf anywhere, or with nothing but -inf, gives NaN and changes no other row.
+    """
+    chosen = logits.gather(1, token_ids[:, None])
+    ranks = (logits > chosen).sum(dim=-1) + 1
+    best = logits.amax(dim=-1, keepdim=True)
+    # Less the maximum first, so that large logits lose no digits; where that is no number, nothing is.
+    log_mass = (logits - best).exp_().sum(dim=-1, keepdim=True).log()
+    top_values, top_ids = best_first(logits, num_top) if num_top else (chosen[:, :0], token_ids[:, None][:, :0])
+    return ScoredTokens((chosen - best - log_mass)[:, 0], ranks, top_ids, top_values - best - log_mass)
 
 
 def best_first(values: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -174,6 +223,8 @@ def _on_device(array: npt.NDArray[Any], like: torch.Tensor) -> torch.Tensor:
 
 def _apply_controls(logits: torch.Tensor, rows: SamplingRows) -> bool:
     """Applies, in their promised order, the controls some row asks for; True if there were any."""
+    if rows.guide is not None:
+        _follow_guides(logits, rows.guide)
     if rows.allowed is not None:
         _keep_only(logits, rows.allowed)
     if rows.bias is not None:
@@ -183,7 +234,23 @@ def _apply_controls(logits: torch.Tensor, rows: SamplingRows) -> bool:
         logits[_on_device(forbidden.rows, logits), _on_device(forbidden.ids, logits)] = -torch.inf
     if rows.penalties is not None:
         _penalise(logits, rows.penalties)
-    return any((rows.allowed, rows.bias, rows.forbidden, rows.penalties))
+    return any((rows.guide, rows.allowed, rows.bias, rows.forbidden, rows.penalties))
+
+
+def _follow_guides(logits: torch.Tensor, guide: GuideMask) -> None:
+    vocab_size = logits.shape[1]
+    if logits.device.type == "cpu":  # numpy has a kernel for it, without intermediates of 32 bits a token
+        bits = np.unpackbits(guide.bitmask.view(np.uint8), axis=1, count=vocab_size, bitorder="little")
+        barred = torch.from_numpy(bits) == 0
+    else:
+        words = _on_device(guide.bitmask, logits)[:, :, None]
+        bits_on_device = words >> torch.arange(32, dtype=torch.int32, device=logits.device) & 1
+        barred = (bits_on_device == 0).flatten(1)[:, :vocab_size]
+    if len(guide.rows) == len(logits):
+        logits.masked_fill_(barred, -torch.inf)
+    else:
+        index = _on_device(guide.rows, logits)
+        logits[index] = logits[index].masked_fill_(barred, -torch.inf)
 
 
 def _keep_only(logits: torch.Tensor, allowed: TokenList) -> None:
@@ -371,25 +438,15 @@ def _logprobs(
     raw: torch.Tensor, wants: Int64Array, sampled: list[int], num_logprobs: Int64Array
 ) -> dict[int, TokenLogprobs]:
     """Log-softmax of the raw logits `raw` [L, V], those of the rows `wants`: of the sampled token and the best ones."""
-    chosen = torch.tensor([max(sampled[row], 0) for row in wants.tolist()], device=raw.device)[:, None]
-    chosen_logits = raw.gather(1, chosen)
-    ranks = (raw > chosen_logits).sum(dim=-1) + 1
-    normaliser = raw.logsumexp(dim=-1, keepdim=True)
-    chosen_logprobs = (chosen_logits - normaliser)[:, 0]
-    num_top = min(int(num_logprobs.max()), raw.shape[1])
-    top_ids: list[list[int]] = [[]] * len(wants)
-    top_logprobs: list[list[float]] = [[]] * len(wants)
-    if num_top:
-        top_values, top_indices = best_first(raw, num_top)
-        top_ids = top_indices.tolist()
-        top_logprobs = (top_values - normaliser).tolist()
+    chosen = torch.tensor([max(sampled[row], 0) for row in wants.tolist()], device=raw.device)
+    scored = score(raw, chosen, int(num_logprobs.max()))
     columns = zip(
         wants.tolist(),
-        chosen_logprobs.tolist(),
-        ranks.tolist(),
+        scored.logprobs.tolist(),
+        scored.ranks.tolist(),
         num_logprobs.tolist(),
-        top_ids,
-        top_logprobs,
+        scored.top_token_ids.tolist(),
+        scored.top_logprobs.tolist(),
         strict=True,
     )
     return {

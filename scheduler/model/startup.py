@@ -29,6 +29,7 @@ from scheduler.messages import SamplingParams, StoppingParams
 from scheduler.model.attention.base import AttentionBackend
 from scheduler.model.attention.registry import choose_backend, preload_backend
 from scheduler.model.families import unsupported
+from scheduler.model.guided.matcher import EveryToken, Guides, OpenGuide
 from scheduler.model.input_batch import InputBatch
 from scheduler.model.kv_cache import PagedKVCache, num_bytes_per_block
 from scheduler.model.loader import HostModel, LoadedModel, examine, load_weights, use_threads
@@ -98,7 +99,12 @@ class PreparedModel:
         on_progress("kv pool")
         num_kv_blocks = _num_kv_blocks(assembly, profile.step_peak_bytes)
         try:
-            runner = assembly.runner(num_kv_blocks, assembly.loaded.max_model_len, profile.step_s_per_token)
+            runner = assembly.runner(
+                num_kv_blocks,
+                assembly.loaded.max_model_len,
+                profile.step_s_per_token,
+                Guides(self._config.model, self._config.revision, assembly.loaded.vocab_size),
+            )
         except (RuntimeError, MemoryError):  # torch's out-of-memory errors are RuntimeErrors
             raise StartupError(f"the KV pool of {num_kv_blocks} blocks does not fit into memory") from None
         runner.probe()
@@ -133,8 +139,16 @@ class _Assembly:
     backend: AttentionBackend
     attention: PagedAttention
 
-    def runner(self, num_kv_blocks: int, max_model_len: int, step_s_per_token: float = 0.0) -> ModelRunner:
-        """A runner with a pool and a batch of its own; weights and attention are shared."""
+    def runner(
+        self,
+        num_kv_blocks: int,
+        max_model_len: int,
+        step_s_per_token: float = 0.0,
+        open_guide: OpenGuide = EveryToken,
+    ) -> ModelRunner:
+        """A runner with a pool and a batch of its own; weights and attention are shared. Its guides hold nothing back
+        unless one that opens real ones is given.
+        """
         loaded, backend = self.loaded, self.backend
         max_model_len = min(max_model_len, num_kv_blocks * backend.block_size)
         attach(loaded.model, self.attention)
@@ -148,6 +162,7 @@ class _Assembly:
                 max_model_len=max_model_len,
                 block_size=backend.block_size,
                 vocab_size=loaded.vocab_size,
+                open_guide=open_guide,
             ),
             info=RunnerInfo(
                 model_type=loaded.model_type,
@@ -245,7 +260,9 @@ def _chunked_logits(
         )
         batch.apply(plan)
         inputs = batch.build(plan)
-        row = runner.compute_logits(replace(inputs, sampled_rows=np.arange(sum(lengths))))
+        rows = np.arange(sum(lengths))
+        # The last step's logits come the way of scored prompts, those before it the way of sampled tokens.
+        row = runner.compute_all_logits(inputs) if last else runner.compute_logits(replace(inputs, sampled_rows=rows))
         for parts, part in zip(logits, row.split(list(lengths)), strict=True):
             parts.append(part)
         batch.commit(inputs, [-1] * len(inputs.sampled))
@@ -277,7 +294,9 @@ def _measured_profile(scratch: ModelRunner, lengths: Sequence[int], loaded: Load
     listed = max(1, LIST_ENTRIES_MAX // loaded.vocab_size)
     dearest = _dearest_sampling(loaded.vocab_size)
     unlisted = replace(dearest, logit_bias=(), allowed_token_ids=())
-    plan = _prefill_plan(lengths, scratch.info.block_size, lambda seq: dearest if seq < listed else unlisted)
+    plan = _prefill_plan(
+        lengths, scratch.info.block_size, lambda seq: dearest if seq < listed else unlisted, guide=b"any"
+    )
     duration_s = 0.0
 
     def step() -> None:
@@ -304,6 +323,7 @@ def _dearest_sampling(vocab_size: int) -> SamplingParams:
         logit_bias=tuple((token_id, 1.0) for token_id in range(vocab_size)),
         allowed_token_ids=tuple(range(vocab_size)),
         num_logprobs=20,
+        num_prompt_logprobs=20,
     )
 
 
@@ -346,7 +366,10 @@ def _typical_sampling(_seq: int) -> SamplingParams:
 
 
 def _prefill_plan(
-    lengths: Sequence[int], block_size: int, sampling_of: Callable[[int], SamplingParams] = _typical_sampling
+    lengths: Sequence[int],
+    block_size: int,
+    sampling_of: Callable[[int], SamplingParams] = _typical_sampling,
+    guide: bytes = b"",
 ) -> StepPlan:
     """Sequences of these lengths at once, all of them sampled."""
     ends = np.cumsum([-(-length // block_size) for length in lengths]).tolist()
@@ -357,14 +380,14 @@ def _prefill_plan(
         sampled_seq_ids=range(len(lengths)),
         num_batched_tokens=sum(lengths),
         new=[
-            _new_sequence(seq, [0] * length, range(start, end), sampling_of(seq))
+            _new_sequence(seq, [0] * length, range(start, end), sampling_of(seq), guide)
             for seq, (length, start, end) in enumerate(zip(lengths, [0, *ends], ends, strict=False))
         ],
     )
 
 
 def _new_sequence(
-    seq_id: int, token_ids: Sequence[int], block_ids: Sequence[int], sampling: SamplingParams
+    seq_id: int, token_ids: Sequence[int], block_ids: Sequence[int], sampling: SamplingParams, guide: bytes = b""
 ) -> NewSequence:
     return NewSequence(
         seq_id=seq_id,
@@ -375,4 +398,5 @@ def _new_sequence(
         stopping=StoppingParams(max_tokens=1),
         block_ids=block_ids,
         num_computed_tokens=0,
+        guide=guide,
     )

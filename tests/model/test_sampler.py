@@ -24,6 +24,7 @@ from scheduler.model.sampler import (
     TokenList,
     best_first,
     sample,
+    score,
 )
 
 VOCAB_SIZE = 700
@@ -366,6 +367,25 @@ def test_logprobs_only_for_those_who_ask() -> None:
         assert logprobs.rank == 1 + (raw > raw[3]).sum()
         assert list(logprobs.top_token_ids) == order[:num].tolist()
         assert list(logprobs.top_logprobs) == pytest.approx(expected[order[:num]].tolist(), abs=1e-5)
+
+
+def test_scores_of_rows_that_are_no_numbers_touch_no_other_row() -> None:
+    """NaN marks a row with NaN, +inf or nothing but -inf; a token that cannot be sampled scores -inf, ranked last."""
+    logits = torch.zeros(6, 10)
+    logits[0, 3] = torch.nan
+    logits[1, 3] = torch.inf
+    logits[2] = -torch.inf
+    logits[3, 7] = -torch.inf
+    logits[4, [2, 7]] = 1.0
+    logits[5] = 3e38
+    scored = score(logits, torch.full((6,), 7), 2)
+    assert scored.logprobs[:3].isnan().all()
+    assert scored.logprobs[3] == -torch.inf
+    assert scored.ranks[3] == 10
+    assert scored.top_token_ids[3:].tolist() == [[0, 1], [2, 7], [0, 1]]
+    assert scored.logprobs[4] == scored.top_logprobs[4, 0] == pytest.approx(1 - math.log(8 + 2 * math.e))
+    assert scored.ranks[4:].tolist() == [1, 1]
+    assert scored.logprobs[5].item() == pytest.approx(-math.log(10))
 
 
 def test_long_lists_of_candidates_are_found_too() -> None:

@@ -119,6 +119,7 @@ class Driver:
         index: int = 0,
         resumed_output: Sequence[int] = (),
         shared_blocks: Sequence[int] = (),
+        num_scored_tokens: int = 0,
     ) -> None:
         """A sequence that joins with its next step; `shared_blocks` already hold the KV of its first tokens."""
         self.tokens[seq_id] = [*prompt, *resumed_output]
@@ -134,6 +135,7 @@ class Driver:
             stopping=stopping or StoppingParams(max_tokens=1000),
             block_ids=(),
             num_computed_tokens=self.computed[seq_id],
+            num_scored_tokens=num_scored_tokens,
         )
 
     def preempt(self, seq_id: int) -> None:
