@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from scripts.benchmarks import death, serve
+from scripts.benchmarks import death, limits, serve
 from scripts.benchmarks.errors import BenchmarkError
 
 CONCURRENCY_MAX = 4096
@@ -78,6 +78,15 @@ def parser() -> argparse.ArgumentParser:
     command.set_defaults(run=death.run)
     command.add_argument("--streams", type=count(CONCURRENCY_MAX), nargs="+", default=[3, 93], metavar="N")
     command.add_argument("--repeat", type=count(1000), default=10, metavar="R", help="fresh servers for each N")
+    _add_common(command, "JSON")
+
+    command = commands.add_parser("limits", help="what a refusal costs, and a crowd, and readers that stall")
+    command.set_defaults(run=limits.run)
+    command.add_argument("--parts", nargs="+", choices=limits.PARTS, default=list(limits.PARTS))
+    command.add_argument("--calls", type=count(REQUESTS_MAX), default=5000, metavar="N", help="at once, and refused")
+    command.add_argument("--stalled", type=count(1024), default=50, metavar="N", help="readers that do not read")
+    command.add_argument("--readers", type=count(1024), default=8, metavar="N", help="readers beside them")
+    command.add_argument("--reader-tokens", type=count(1 << 20), default=192, metavar="N", help="of each reader")
     _add_common(command, "JSON")
     return top
 

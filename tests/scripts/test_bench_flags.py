@@ -29,6 +29,8 @@ def test_flags_after_the_dashes_are_the_servers() -> None:
         ["serve", "--output", "/no/such/directory/figures.json"],
         ["serve", "--address", "127.0.0.1:1", "--", "--threads", "2"],
         ["death", "--repeat", "-1"],
+        ["limits", "--parts", "nothing"],
+        ["limits", "--stalled", "0"],
     ],
 )
 def test_wrong_flags_end_at_once_with_status_2(arguments: list[str]) -> None:
