@@ -1,4 +1,4 @@
-"""`python -m service`: the same as the installed command `emberline`."""
+"""`python -m service serve` and `autopsy`: the same as `emberline serve` and `autopsy`, without the script."""
 
 from __future__ import annotations
 

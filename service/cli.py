@@ -1,4 +1,4 @@
-"""The installed command `emberline`: parse, run, exit code.
+"""The server's own commands, `emberline serve` and `emberline autopsy`: parse, run, exit code.
 
 What lives here: the command line and what becomes of a process that does not get as far as its logs. What must not:
 anything that costs time before the arguments are known to be good, so grpc is imported only then.
@@ -54,6 +54,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.command == "autopsy":
         return _autopsy(arguments.file, as_json=arguments.json)
     return _serve(arguments, os.environ)
+
+
+def serve(arguments: Sequence[str]) -> int:
+    """Run the server."""
+    return main(["serve", *arguments])
+
+
+def examine(arguments: Sequence[str]) -> int:
+    """Tell what an engine died of, and what to do."""
+    return main(["autopsy", *arguments])
 
 
 def build_parser() -> argparse.ArgumentParser:
