@@ -170,14 +170,12 @@ class Progress:
         delay_s = self._delay_s(error)
         limit_s = resume.start_s_max if self._prompt is None else resume.outage_s_max
         if self._num_breaks > resume.breaks_max:
-            error.add_note(
-                f"the stream has broken {self._num_breaks} times; no more than {resume.breaks_max} are mended"
-            )
+            error.add_note(f"the stream has broken {self._num_breaks} times; at most {resume.breaks_max} may be mended")
             raise error
-        if now_s + delay_s - self._outage_began_s > limit_s:
-            error.add_note(
-                f"{self._num_failures + 1} attempts in a row have failed; given up after {limit_s:g} s at most"
-            )
+        outage_s = now_s - self._outage_began_s
+        if outage_s + delay_s > limit_s:
+            if self._num_failures:
+                error.add_note(f"{self._num_failures + 1} attempts have failed within {outage_s:.1f} s")
             raise error
         self._num_failures += 1
         self.num_resumes += 1

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from emberline.client import Client, Delta, EmberlineError, errors
+from emberline.client import Client, Delta, EmberlineError, Resume, errors
 from emberline.commands import connect
 from emberline.commands import exit as status
 
@@ -70,7 +70,9 @@ def _run(options: argparse.Namespace) -> int:
     try:
         settings = connect.settings(options)
         asked = _asked(options)
-        client = Client(**settings, resume=options.resume and asked.get("n", 1) == 1)
+        # A broken stream goes on, but whoever has no server to begin with is told so at once.
+        resume = Resume(start_s_max=0.0) if options.resume and asked.get("n", 1) == 1 else False
+        client = Client(**settings, resume=resume)
     except (OSError, ValueError) as error:
         connect.complain(str(error))
         return status.USAGE
