@@ -63,6 +63,8 @@ class GuideCompilerConfig:
     """At least one; what a guided output ends with."""
     timeout_s: float
     """CPU time of one compilation."""
+    elapsed_timeout_s: float
+    """What one may take in all: it is niced, and may wait for its CPU time on a busy machine."""
 
 
 @dataclass(frozen=True, slots=True)

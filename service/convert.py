@@ -17,6 +17,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
 from emberline.v1 import admin_pb2, inference_pb2, tokenizer_pb2
+from scheduler.guide_messages import GuideKind, GuideSource
 from scheduler.messages import (
     GREEDY_TEMPERATURE,
     FinishReason,
@@ -49,6 +50,7 @@ from service.request import (
 TOP_P_MIN = 1e-6
 """A smaller one keeps the best token alone, as this does; single precision would make it 0, which keeps none."""
 NUM_VIOLATIONS_PER_LIST_MAX = 4
+_GUIDE_KINDS = {"json_schema": GuideKind.JSON_SCHEMA, "regex": GuideKind.REGEX, "grammar": GuideKind.GRAMMAR}
 CHARACTERS_PER_TOKEN = 4
 """Of usual text, about."""
 _ROLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -163,6 +165,7 @@ def generate_request(
     )
     max_queue_time_s = check.duration_s("max_queue_time", message)
     max_time_s = check.duration_s("max_time", message)
+    guide = _guide(check, message, limits)
     _not_in_this_version(check, message)
     check.settle()
     return GenerateRequest(
@@ -181,6 +184,7 @@ def generate_request(
         priority=priority,
         num_sequences=num_sequences,
         resume_token_ids=resume_token_ids,
+        guide=guide,
         resume_on_engine_death=(message.resume_on_engine_death if message.HasField("resume_on_engine_death") else None),
         max_queue_time_s=max_queue_time_s,
         max_time_s=max_time_s,
@@ -214,6 +218,7 @@ def to_submit(
     prompt_token_ids: Sequence[int],
     eos_token_ids: Sequence[int],
     limits: Limits,
+    guide: bytes = b"",
 ) -> Submit:
     """Settles what only the tokenized prompt can tell. Raises InvalidRequestError if it is empty or too long or has
     tokens that the model lacks, or if nothing could be sampled.
@@ -236,6 +241,7 @@ def to_submit(
         priority=request.priority,
         cache_salt=request.cache_salt,
         cache_bypass=request.cache_bypass,
+        guide=guide,
     )
     check = _Check()
     _check_prompt(check, submit, len(request.resume_token_ids), _prompt_field(request.prompt), limits)
@@ -487,11 +493,41 @@ def _output(check: _Check, output: inference_pb2.OutputOptions, limits: Limits) 
 def _not_in_this_version(check: _Check, message: inference_pb2.GenerateRequest) -> None:
     """What is part of the protocol but does not work yet. A wrong value is still a wrong value."""
     check.unless(not message.output.HasField("prompt_logprobs"), "output.prompt_logprobs")
-    if message.HasField("guided"):
-        kind = message.guided.WhichOneof("guide")
-        check.that(kind is not None, "guided", "a guide is required")
-        check.that(kind != "choice" or len(message.guided.choice.options) > 0, "guided.choice.options", "at least one")
-        check.unless(is_supported=False, option="guided")
+
+
+def _guide(check: _Check, message: inference_pb2.GenerateRequest, limits: Limits) -> GuideSource | None:
+    """Its form and size; what it says is the guide compiler's business."""
+    if not message.HasField("guided"):
+        return None
+    check.that(not message.stopping.ignore_eos, "stopping.ignore_eos", "not with guided, whose end is an EOS")
+    guided = message.guided
+    kind = guided.WhichOneof("guide")
+    if kind == "json_object":
+        check.that(guided.json_object, "guided.json_object", "must be true")
+        return GuideSource(GuideKind.JSON_OBJECT)
+    if kind == "choice":
+        return _choice(check, guided.choice.options, limits)
+    if kind is None:
+        check.fail("guided", "a guide is required")
+        return None
+    text = str(getattr(guided, kind))
+    num_bytes = len(text.encode())
+    if not 1 <= num_bytes <= limits.max_guide_bytes:
+        check.fail(f"guided.{kind}", f"{num_bytes} bytes; must be 1 to {limits.max_guide_bytes}")
+    return GuideSource(_GUIDE_KINDS[kind], text)
+
+
+def _choice(check: _Check, options: Sequence[str], limits: Limits) -> GuideSource | None:
+    field = "guided.choice.options"
+    if not 1 <= len(options) <= limits.max_guide_choices:
+        check.fail(field, f"1 to {limits.max_guide_choices} strings")
+        return None
+    empty = [position for position, option in enumerate(options) if not option]
+    for position in empty[:NUM_VIOLATIONS_PER_LIST_MAX]:
+        check.fail(f"{field}[{position}]", "must not be empty")
+    num_bytes = sum(len(option.encode()) for option in options)
+    check.that(num_bytes <= limits.max_guide_bytes, field, f"{num_bytes} bytes; at most {limits.max_guide_bytes}")
+    return GuideSource(GuideKind.CHOICE, options=tuple(dict.fromkeys(options)))
 
 
 def _prompt_field(prompt: PromptInput) -> str:

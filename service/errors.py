@@ -195,9 +195,23 @@ class TimeLimitError(CallError):
 
 
 class GuideLimitError(CallError):
-    """Compiling the guide takes more time or memory than it may. INVALID_ARGUMENT."""
+    """Compiling the guide, or following it, takes more time or memory than it may. INVALID_ARGUMENT."""
 
     def __init__(self, what: str) -> None:
         """`what`: `time`, `memory` or `size`."""
-        super().__init__(f"compiling the guide exceeds the limit of {what}")
+        super().__init__(f"the guide exceeds the limit of {what}")
         self.what = what
+
+
+class BadGuideError(CallError):
+    """The resumed tokens do not follow the guide. INVALID_ARGUMENT."""
+
+    def __init__(self) -> None:
+        super().__init__("the resumed tokens do not follow the guide")
+
+
+class GuideDeadEndError(CallError):
+    """Somewhere on the way guide, allowed_token_ids and min_tokens left no token to sample. INVALID_ARGUMENT."""
+
+    def __init__(self) -> None:
+        super().__init__("the guide and the other options together leave no token to sample")

@@ -59,6 +59,9 @@ REFUSED_FOR_S = 300.0
 SENT_MAX = 2
 RESTART_AFTER_S = 5.0
 """From a process that could not start to the next attempt; guides meanwhile are answered at once."""
+ELAPSED_PER_CPU_S = 8.0
+"""A compilation is niced: on a busy machine it gets a part of a core."""
+ELAPSED_S_MIN = 2.0
 LATE_S = 5.0
 """Beyond what one job may take in the process: then it is the process that hangs."""
 
@@ -113,14 +116,15 @@ class GuideCompiler:
         self,
         start_child: StartChild,
         *,
-        elapsed_s_max: float,
+        timeout_s: float,
         clock: Callable[[], float],
         salt: bytes,
         make_refusal: Callable[[], CallError],
     ) -> None:
-        """`elapsed_s_max`: how long the process may take over one job. `make_refusal`: for guides that find no place."""
+        """`timeout_s`: CPU time of one compilation. `make_refusal`: for guides that find no place."""
         self._start_child = start_child
-        self._elapsed_s_max = elapsed_s_max
+        self._timeout_s = timeout_s
+        self._elapsed_timeout_s = ELAPSED_PER_CPU_S * timeout_s + ELAPSED_S_MIN
         self._clock = clock
         self._salt = salt
         self._make_refusal = make_refusal
@@ -144,10 +148,17 @@ class GuideCompiler:
         """Guides that wait or are being compiled."""
         return len(self._jobs)
 
-    def configure(self, config: GuideCompilerConfig) -> None:
+    def configure(self, *, model: str, revision: str | None, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         """What the model is; known once an engine is ready. Only the first call counts: models do not change."""
         if self._config is None:
-            self._config = config
+            self._config = GuideCompilerConfig(
+                model=model,
+                revision=revision,
+                vocab_size=vocab_size,
+                eos_token_ids=eos_token_ids,
+                timeout_s=self._timeout_s,
+                elapsed_timeout_s=self._elapsed_timeout_s,
+            )
 
     def close(self) -> None:
         """End the process; whoever waits is told an internal error."""
@@ -216,16 +227,14 @@ class GuideCompiler:
             job = self._queue.popleft()
             job.num_sent += 1
             self._sent[job.job_id] = job
-            job.timer = asyncio.get_running_loop().call_later(self._elapsed_s_max + LATE_S, self._on_overdue, job)
+            job.timer = asyncio.get_running_loop().call_later(self._elapsed_timeout_s + LATE_S, self._on_overdue, job)
             self._child.send(CompileGuide(job.job_id, job.source))
 
     def _on_message(self, message: Message) -> None:
         match message:
             case GuideCompilerReady():
                 self._is_ready = True
-                logs.get_logger().info(
-                    "guide compiler ready", pid=message.pid, startup_s=round(message.startup_s, 2)
-                )
+                logs.get_logger().info("guide compiler ready", pid=message.pid, startup_s=round(message.startup_s, 2))
             case GuideCompiled():
                 job = self._sent.pop(message.job_id, None)
                 if job is not None:

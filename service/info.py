@@ -62,6 +62,8 @@ class InfoServicer:
                 max_stop_token_ids=limits.max_stop_token_ids,
                 max_request_bytes=limits.max_request_bytes,
                 max_chat_messages=limits.max_chat_messages,
+                max_guide_bytes=limits.max_guide_bytes,
+                max_guide_choices=limits.max_guide_choices,
                 max_sequences=limits.max_sequences,
             ),
             sampling_defaults=info_pb2.SamplingDefaults(
@@ -73,6 +75,7 @@ class InfoServicer:
             ),
             capabilities=info_pb2.Capabilities(
                 chat=tokenizer.has_chat_template,
+                guided=bool(backend.eos_token_ids),
                 multiple_sequences=limits.max_sequences > 1,
                 resume_on_engine_death=True,
                 time_limits=True,

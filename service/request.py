@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from scheduler.guide_messages import GuideSource
 from scheduler.messages import SamplingParams
 
 PRIORITY_MAX = 100
@@ -44,6 +45,9 @@ class Limits:
     max_chat_messages: int = 1024
     max_sequences: int = SEQUENCES_MAX
     """Of one request. No more than the engine has seats, so that they can run side by side."""
+    max_guide_bytes: int = 64 * 1024
+    """As its caller wrote it; choices together."""
+    max_guide_choices: int = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +125,7 @@ class GenerateRequest:
     num_sequences: int = 1
     """More than one: `resume_token_ids` is empty."""
     resume_token_ids: tuple[int, ...] = ()
+    guide: GuideSource | None = None
     resume_on_engine_death: bool | None = None
     """None: the server's default."""
     max_queue_time_s: float | None = None

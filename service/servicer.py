@@ -143,6 +143,7 @@ class InferenceServicer:
     ) -> Answer:
         """Tokenize and settle the rest; nothing has been sent to an engine."""
         request_id = self._backend.journal.next_request_id()
+        guide = b"" if request.guide is None else await self._backend.compile_guide(request.guide)
 
         def prepare() -> Answer:
             submit = convert.to_submit(
@@ -151,6 +152,7 @@ class InferenceServicer:
                 prompt_token_ids=tokenizer.encode(request.prompt),
                 eos_token_ids=self._backend.eos_token_ids,
                 limits=limits,
+                guide=guide,
             )
             sequences = [
                 SequenceState(

@@ -88,6 +88,16 @@ def _never_fits(_: errors.NeverFitsError) -> _Row:
     return _Row(code_pb2.INVALID_ARGUMENT, violations=(violation,))
 
 
+def _bad_guide(_: errors.BadGuideError) -> _Row:
+    violation = errors.FieldViolation("resume_token_ids", "must follow the guide from its beginning")
+    return _Row(code_pb2.INVALID_ARGUMENT, "BAD_GUIDE", (), NEVER, (violation,))
+
+
+def _guide_dead_end(_: errors.GuideDeadEndError) -> _Row:
+    description = "with sampling.allowed_token_ids and stopping.min_tokens it must always leave a token to sample"
+    return _Row(code_pb2.INVALID_ARGUMENT, "GUIDE_DEAD_END", (), NEVER, (errors.FieldViolation("guided", description),))
+
+
 TABLE: dict[type[errors.CallError], Callable[[Any], _Row]] = {
     errors.InvalidRequestError: lambda e: _Row(code_pb2.INVALID_ARGUMENT, violations=e.violations),
     errors.TemplateError: lambda _: _Row(code_pb2.INVALID_ARGUMENT, "TEMPLATE_ERROR"),
@@ -113,6 +123,8 @@ TABLE: dict[type[errors.CallError], Callable[[Any], _Row]] = {
         code_pb2.DEADLINE_EXCEEDED, "TIME_LIMIT", (("limit", e.limit), ("place", e.place))
     ),
     errors.GuideLimitError: lambda e: _Row(code_pb2.INVALID_ARGUMENT, "GUIDE_LIMIT", (("limit", e.what),)),
+    errors.BadGuideError: _bad_guide,
+    errors.GuideDeadEndError: _guide_dead_end,
     errors.InternalError: lambda e: _Row(code_pb2.INTERNAL, "INTERNAL", (("incident_id", e.incident_id),)),
 }
 """Error class → its row. A test walks `service.errors` and fails on a class without one."""

@@ -49,16 +49,9 @@ if TYPE_CHECKING:
 JOB_MEMORY_BYTES_MAX = 256 * 1024 * 1024
 """Beyond what this process has."""
 JOB_NICENESS = 10
-ELAPSED_PER_CPU_S = 8.0
-"""A niced job on a busy machine gets a tenth of a core or so; how long it may wait for its CPU time is this times it."""
 MESSAGE_CHARS_MAX = 500
 _PR_SET_PDEATHSIG = 1
 _READ_BYTES = 64 * 1024
-
-
-def elapsed_s_max(timeout_s: float) -> float:
-    """How long a job of `timeout_s` CPU time may take."""
-    return ELAPSED_PER_CPU_S * timeout_s + 2.0
 
 
 @dataclass(slots=True)
@@ -178,7 +171,7 @@ class _Foreman:
                 _do_job(message, self._compile_source, answer_fd)
             finally:
                 os._exit(1)
-        deadline_s = time.monotonic() + elapsed_s_max(self._config.timeout_s)
+        deadline_s = time.monotonic() + self._config.elapsed_timeout_s
         job = _Job(message.job_id, pid, os.pidfd_open(pid), answer_fd, deadline_s)
         self._jobs[job.job_id] = job
         self._selector.register(job.pid_fd, selectors.EVENT_READ, job)

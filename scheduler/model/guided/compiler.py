@@ -1,14 +1,14 @@
 """A guide as its caller wrote it → bytes that an engine can follow. Runs in a process that may be killed at any moment.
 
 What must live here: the meaning of each kind of guide, and what makes one refused though it compiles. What must not:
-limits on time and memory of the compilation itself (`scheduler/engine/guide_process.py` sets them; nothing in here could
-keep them), exceptions' texts, which quote the guide.
+limits on time and memory of the compilation itself (`scheduler/engine/guide_process.py` sets them; nothing in here
+could keep them), exceptions' texts, which quote the guide.
 
 JSON is written on one line, `", "` and `": "` between its parts: with white space at will a model may never come to an
 end. Properties come in the order of the schema, and none but those of the schema unless it says so itself.
 
-A guide that compiles is *rehearsed*: a matcher follows it along a pseudo-random output. Ambiguous grammars compile in no
-time and then cost a second per token, in the engine's loop; here they cost it in the compilation's own time.
+A guide that compiles is *rehearsed*: a matcher follows it along a pseudo-random output. Ambiguous grammars compile in
+no time and then cost a second per token, in the engine's loop; here they cost it in the compilation's own time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a JSON schema may ask for. Pure.
 
-What must live here: which of the standard's keywords (2020-12) would be passed over in silence. What must not: xgrammar,
-which enforces the others, and warns where a combination of them is beyond it.
+What must live here: which of the standard's keywords (2020-12) would be passed over in silence. What must not:
+xgrammar, which enforces the others, and warns where a combination of them is beyond it.
 
 Annotations (titles, defaults, unknown keywords) ask for nothing, so they may be passed over; an assertion may not: an
 output that breaks it would be called valid.
@@ -52,7 +52,7 @@ def keywords_not_enforced(schema: Any) -> set[str]:
 
 
 def _of_one(schema: dict[str, Any]) -> set[str]:
-    found = _NOT_ENFORCED & schema.keys()
+    found = set(_NOT_ENFORCED & schema.keys())
     if schema.get("uniqueItems") is True:
         found |= {"uniqueItems"}
     reference = schema.get("$ref")

@@ -21,7 +21,7 @@ def read_vocabulary(model: str | Path, revision: str | None, vocab_size: int) ->
 
     The files are those that the model was loaded from: nothing is fetched. Raises what reading them raises.
     """
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(str(model), revision=revision, local_files_only=True)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(str(model), revision=revision or "main", local_files_only=True)
     # Some id must be named here; which one makes no difference to the bytes.
     decoded = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size, stop_token_ids=[0])
     vocabulary = list(decoded.decoded_vocab)
