@@ -39,7 +39,11 @@ class FailureKind(IntEnum):
     QUEUE_TIMEOUT = 6
     """`Submit.queue_timeout_s` passed before its first step."""
     BAD_GUIDE = 7
-    """Its compiled grammar cannot be read, or its matcher refuses what it allowed before."""
+    """The output tokens that it came with do not follow its guide."""
+    GUIDE_DEAD_END = 8
+    """Guide, `allowed_token_ids` and `min_tokens` together leave no token to sample."""
+    GUIDE_TOO_SLOW = 9
+    """To tell which tokens its guide allows next took longer than it may."""
     INTERNAL = 5
     """Our own code raised over this one request; the engine's log has the traceback under `incident_id`."""
 
@@ -60,7 +64,7 @@ class Phase(IntEnum):
 class SamplingParams:
     """How the next token is chosen. Every value is effective: defaults were settled by the front end.
 
-    The order of operations on a row of logits is: `allowed_token_ids`, `logit_bias`, the mask of `min_tokens`,
+    The order of operations on a row of logits is: the guide, `allowed_token_ids`, `logit_bias`, the mask of `min_tokens`,
     repetition, then frequency and presence penalty, temperature, `top_k`, `top_p`, `min_p`.
     """
 
@@ -90,8 +94,8 @@ class SamplingParams:
     Log-probabilities are those of the model: log-softmax of the raw logits, before any option above.
     """
     num_prompt_logprobs: int | None = None
-    """The same for every position of the prompt but its first, which nothing comes before. Such a request reads nothing
-    from the prefix cache: a position that is not computed has no logits."""
+    """The same for every position of the prompt but its first, which nothing comes before; of sequence 0 alone. It reads
+    nothing from the prefix cache that it has no logprobs of: a position that is not computed has no logits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +114,16 @@ class StoppingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class SequenceStart:
+    """One of a request's sequences, and where it begins."""
+
+    index: int = 0
+    """Tells it from its siblings, in outputs and in the sampling noise; ascending and distinct within a request."""
+    resume_token_ids: tuple[int, ...] = ()
+    """Output tokens that it has already had: they count as output but are not sent again."""
+
+
+@dataclass(frozen=True, slots=True)
 class Submit:
     """Run this request. Sent once per request and attempt."""
 
@@ -118,25 +132,24 @@ class Submit:
     """At least one id, each in [0, vocab_size)."""
     sampling: SamplingParams
     stopping: StoppingParams
-    resume_token_ids: tuple[int, ...] = ()
-    """Output tokens the request has already had: they count as output but are not sent again."""
-    num_sequences: int = 1
-    """Sequences forked after the shared prompt."""
+    sequences: tuple[SequenceStart, ...] = (SequenceStart(),)
+    """Forked after the shared prompt; at least one. A later attempt names those alone that have not finished."""
     priority: int = 0
     """Higher is served sooner."""
     queue_timeout_s: float | None = None
     """Seconds, from its arrival in the engine, within which its first step must begin; else it fails (QUEUE_TIMEOUT)
     without one."""
     guide: bytes = b""
-    """A compiled grammar that the output follows, as `scheduler.model.guide` reads it; empty: none. Its state is a
+    """A compiled grammar that the output follows, as `scheduler.model.guided` reads it; empty: none. Its state is a
     function of the output tokens, resumed ones included."""
     cache_salt: str = ""
     """Prefix-cache blocks are shared only between requests of equal salt."""
     cache_bypass: bool = False
     """Neither read from nor write to the prefix cache."""
     alone_until: int = 0
-    """Until it has this many output tokens (resumed ones included), each step that computes any of it holds nothing
-    else: a request that was in a step that killed an engine is sent so, and a second death then tells who it was."""
+    """Until it has this many output tokens (resumed ones included), each step that computes any of a sequence holds
+    nothing else: a request that was in a step that killed an engine is sent so, and a second death then tells who it
+    was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +246,24 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log-probabilities of the tokens of a prompt but its first, packed in the machine's own byte order: as objects,
+    those of a long one would hold up an engine's loop, and then the front end's, for a tenth of a second each.
+    """
+
+    num_top: int
+    """How many best tokens there are for each."""
+    logprobs: bytes
+    """32-bit floats, one per token; finite or -inf, never NaN."""
+    ranks: bytes
+    """32-bit integers, one per token; 1 is the most likely."""
+    top_token_ids: bytes
+    """32-bit integers, `num_top` per token, best first; equal ones in order of id."""
+    top_logprobs: bytes
+    """32-bit floats, in the same places."""
+
+
+@dataclass(frozen=True, slots=True)
 class SequenceOutput:
     """What one step brought to one sequence."""
 
@@ -247,8 +278,8 @@ class SequenceOutput:
     """Set on the sequence's last output."""
     num_cached_tokens: int | None = None
     """Prompt tokens taken from the prefix cache; set on the sequence's first output only."""
-    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-    """One per prompt token but the first, if asked for; on the first output of sequence 0 only."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """If asked for; on the first output of sequence 0 only."""
 
 
 @dataclass(frozen=True, slots=True)

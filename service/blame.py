@@ -62,11 +62,8 @@ class Suspect:
     """As it was sent to the engine that died."""
     num_outputs: int
     """Output tokens it had, resumed ones included; the most that any of its sequences had."""
-
-    @property
-    def was_alone(self) -> bool:
-        """Its steps held nothing else, because it was suspected."""
-        return self.submit.alone_until > self.num_outputs
+    was_alone: bool
+    """Because it was suspected, steps that computed any of one of its sequences held nothing else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +161,8 @@ class Blame:
 
     def fingerprint(self, submit: Submit) -> bytes:
         """The same for every attempt of one request, and for whoever sends the like of it: the prompt, and all that
-        says how to sample and when to stop, a guide included. Not the seed (it is drawn anew) and not what has been
-        resumed.
+        says how to sample and when to stop, a guide included. Not the seed (it is drawn anew), not what has been
+        resumed and not how many sequences there are (those that finished are not sent again).
         """
         sampling = dataclasses.replace(submit.sampling, seed=0)
         data = _encoder.encode((submit.prompt_token_ids, sampling, submit.stopping, submit.guide))
@@ -221,14 +218,14 @@ class Blame:
             record.place = 0  # in how many dying steps it was is kept while the record lasts
             record.trial_engine = record.trial_id = None
 
-    def on_left(self, submit: Submit, num_outputs: int) -> None:
+    def on_left(self, suspect: Suspect) -> None:
         """Its caller is gone before its end, and its engine has been told to forget it. Until the engine does, it may
         be in a step that dies, and whoever leaves first must not go free: a trial goes on without its caller.
         """
-        request = self._in_step(Suspect(submit, num_outputs))
-        self._left.put(submit.request_id, request, LEFT_TTL_S)
+        request = self._in_step(suspect)
+        self._left.put(request.request_id, request, LEFT_TTL_S)
         record = self._records.get(request.fingerprint)
-        if record is not None and record.trial_id == submit.request_id:
+        if record is not None and record.trial_id == request.request_id:
             record.trial_id = None
 
     def on_stall(self, in_step: Sequence[Suspect], left_ids: Sequence[int] = ()) -> None:

@@ -31,11 +31,13 @@ from service.death import Aftermath, Death
 from service.engine import Engine
 from service.errors import CallError, EngineDeadError, PoisonRequestError
 from service.journal import Journal, JournalEntry
+from service.metrics.recorder import Metrics
 from service.replica import EngineState, Replica
 from service.router import Candidate, Router
 from service.stream import STREAM_BUFFER_TOKENS, RequestStream
 from service.supervisor import Supervisor
 from service.time_limits import NO_TIME_LIMITS, TimeLimits
+from service.totals import Totals
 
 FRUITLESS_DEATHS_MAX = 3
 ATTEMPTS_MAX = 100
@@ -53,7 +55,11 @@ class Dispatcher:
         router: Router,
         *,
         stream_buffer_tokens: int = STREAM_BUFFER_TOKENS,
+        totals: Totals | None = None,
+        metrics: Metrics | None = None,
     ) -> None:
+        self._totals = totals or Totals()
+        self._metrics = metrics or Metrics()
         self._stream_buffer_tokens = stream_buffer_tokens
         self._journal = journal
         self._supervisor = supervisor
@@ -80,6 +86,7 @@ class Dispatcher:
             CallError: no engine will come.
         """
         if self._blame.is_poison(submit):
+            self._totals.num_poison_refused += 1
             raise PoisonRequestError
         if not self._supervisor.can_recover:
             raise self._supervisor.refusal()
@@ -159,9 +166,10 @@ class Dispatcher:
         """Somebody can take those who wait."""
         self._send_waiting()
 
-    def on_replica_output(self, _replica: Replica, stream: RequestStream, num_tokens: int) -> None:
+    def on_replica_output(self, replica: Replica, stream: RequestStream, num_tokens: int) -> None:
         """A step has brought a stream something."""
         entry = stream.entry
+        self._note_output(replica, stream, num_tokens)
         self._router.on_output(stream.request_id, num_tokens)
         if entry.sent is not None and entry.gets_past_its_place():
             self._blame.cleared(entry.sent)
@@ -187,12 +195,14 @@ class Dispatcher:
         self._router.on_death(replica.index)
         for stream in streams:
             self._replica_of.pop(stream.request_id, None)
+            stream.timeline.deaths.append((death.monotonic_s, death.death_id))
         suspects = [_suspect(stream.entry) for stream in in_step]
         killer_id = self._blame.on_death(replica.index, suspects, left_ids).killer_id
         make_poison_error = functools.partial(PoisonRequestError, death.death_id)
         aftermath = death.aftermath
         aftermath.requests = [_facts(stream.entry) for stream in in_step]
         aftermath.killer_id = killer_id
+        self._totals.num_poison_found += killer_id is not None
         for stream in in_step:
             if stream.request_id == killer_id:
                 aftermath.killer_label = stream.entry.label[:LABEL_CHARS_MAX]
@@ -206,6 +216,27 @@ class Dispatcher:
         if killer_id is not None:
             self._end_twins(make_poison_error, aftermath)
         self._send_waiting()
+
+    # What is noted of it
+
+    def _note_sent(self, stream: RequestStream, index: int) -> None:
+        timeline, now_s = stream.timeline, asyncio.get_running_loop().time()
+        if timeline.sent_s is None:
+            timeline.sent_s = now_s
+        else:
+            self._totals.num_replays += 1
+        timeline.attempts.append((now_s, index))
+
+    def _note_output(self, replica: Replica, stream: RequestStream, num_tokens: int) -> None:
+        """Once for each sequence in a step: the time is the step's, so its siblings are no intervals."""
+        self._totals.num_generated_tokens += num_tokens
+        assert replica.engine is not None
+        timeline, now_s = stream.timeline, replica.engine.client.step_taken_s
+        if timeline.last_output_s is None:
+            timeline.first_output_s = now_s
+        elif now_s > timeline.last_output_s:
+            self._metrics.between_tokens(now_s - timeline.last_output_s)
+        timeline.last_output_s = now_s
 
     # The walk of a stream
 
@@ -281,6 +312,7 @@ class Dispatcher:
         self._router.on_sent(index, submit)
         self._replica_of[stream.request_id] = replica
         replica.engine.send(stream, submit)
+        self._note_sent(stream, index)
         if stream.is_paused:
             replica.engine.client.pause(stream.request_id)
         if stream.entry.num_sent > 1:

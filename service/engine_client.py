@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -35,7 +36,10 @@ from scheduler.messages import (
     Unpause,
 )
 from service.errors import (
+    BadGuideError,
     CallError,
+    GuideDeadEndError,
+    GuideLimitError,
     InternalError,
     NeverFitsError,
     NonFiniteError,
@@ -49,6 +53,9 @@ _FAILURES: dict[FailureKind, Callable[[RequestFailure], CallError]] = {
     FailureKind.NEVER_FITS: lambda _: NeverFitsError(),
     FailureKind.STEP_FAILED: lambda _: PoisonRequestError(),
     FailureKind.OUT_OF_MEMORY: lambda _: RequestOutOfMemoryError(),
+    FailureKind.BAD_GUIDE: lambda _: BadGuideError(),
+    FailureKind.GUIDE_DEAD_END: lambda _: GuideDeadEndError(),
+    FailureKind.GUIDE_TOO_SLOW: lambda _: GuideLimitError("time"),
     FailureKind.INTERNAL: lambda failure: InternalError(failure.incident_id),
 }
 
@@ -72,8 +79,17 @@ class ClientObserver(Protocol):
 class EngineClient:
     """Speaks to one engine over one connected socket."""
 
-    def __init__(self, observer: ClientObserver) -> None:
+    def __init__(
+        self,
+        observer: ClientObserver,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        on_step: Callable[[EngineStats, StepOutputs], None] = lambda _before, _step: None,
+    ) -> None:
+        """`on_step`: told of each step first, with the stats before it; it must not raise."""
         self._observer = observer
+        self._clock = clock
+        self._on_step = on_step
         self._streams: dict[int, RequestStream] = {}
         self._transport: asyncio.WriteTransport | None = None
         self._decoder = FrameDecoder()
@@ -85,6 +101,8 @@ class EngineClient:
         """Messages put on the socket since the engine was ready or about to be."""
         self.stats = EngineStats()
         """As of the last step."""
+        self.step_taken_s = 0.0
+        """When the last step's outputs came in."""
 
     async def connect(self, connection: socket.socket) -> None:
         """Take over the socket."""
@@ -183,6 +201,8 @@ class EngineClient:
                 self.lose(f"the engine sent a {type(message).__name__}, which is not its to send")
 
     def _take_step(self, step: StepOutputs) -> None:
+        self.step_taken_s = self._clock()
+        self._on_step(self.stats, step)
         self.stats = step.stats
         for output in step.outputs:
             stream = self._streams.get(output.request_id)

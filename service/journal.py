@@ -10,9 +10,9 @@ of the ids), and a death can tell which requests the dead engine had. Bounded by
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from scheduler.messages import SequenceOutput, Submit
+from scheduler.messages import SequenceOutput, SequenceStart, Submit
 
 
 @dataclass(slots=True)
@@ -25,8 +25,10 @@ class JournalEntry:
     """The caller's `request_id`."""
     is_replayed: bool = False
     """Whether it goes on after its engine's death."""
-    emitted: tuple[list[int], ...] = ()
-    """Token ids that engines have put out, by sequence; resumed ones are in the `Submit`."""
+    emitted: dict[int, list[int]] = field(init=False)
+    """Sequence → token ids that engines have put out; resumed ones are in the `Submit`."""
+    finished: set[int] = field(default_factory=set)
+    """The sequences that have their finish reason."""
     num_cached_tokens: int = 0
     """Prompt tokens that its first engine took from the prefix cache."""
     sent: Submit | None = None
@@ -37,45 +39,60 @@ class JournalEntry:
     """Attempts, counted when sent."""
     num_fruitless_deaths: int = 0
     """Dying steps it was in, since an attempt of it last brought a token."""
-    num_finished: int = 0
+    _was_alone: bool = False
+    """Whether it `is_alone`, as of the last output."""
+    _nums_resumed: dict[int, int] = field(init=False)
+    """Sequence → output tokens that it had before the call."""
 
     def __post_init__(self) -> None:
-        self.emitted = tuple([] for _ in range(self.submit.num_sequences))
+        self.emitted = {start.index: [] for start in self.submit.sequences}
+        self._nums_resumed = {start.index: len(start.resume_token_ids) for start in self.submit.sequences}
 
     @property
     def has_output(self) -> bool:
         """True once an engine has put out anything."""
-        return self.num_finished > 0 or any(self.emitted)
+        return bool(self.finished) or any(self.emitted.values())
 
     @property
     def is_finished(self) -> bool:
         """True once every sequence has its finish reason."""
-        return self.num_finished == len(self.emitted)
+        return len(self.finished) == len(self.emitted)
 
     @property
     def num_output_tokens(self) -> int:
         """Output tokens of the longest sequence, resumed ones included."""
-        return len(self.submit.resume_token_ids) + max(len(token_ids) for token_ids in self.emitted)
+        return max(map(self._num_tokens, self.emitted))
 
     @property
     def has_progressed(self) -> bool:
         """Whether the present attempt has brought a token."""
-        return self.sent is not None and self.num_output_tokens > len(self.sent.resume_token_ids)
+        return self.sent is not None and any(
+            self._num_tokens(start.index) > len(start.resume_token_ids) for start in self.sent.sequences
+        )
 
-    def gets_past_its_place(self, num_new_tokens: int) -> bool:
-        """True of a suspect that, with the last `num_new_tokens` it got, is past the place where an engine died, or has
-        finished before it.
-        """
-        if self.sent is None:
+    @property
+    def is_alone(self) -> bool:
+        """Whether a sequence of it was sent as a suspect's, and is not past the place where an engine died."""
+        if self.sent is None or not self.sent.alone_until:
             return False
-        num_tokens = self.num_output_tokens
-        was_before = num_tokens - num_new_tokens < self.sent.alone_until
-        return was_before and (num_tokens >= self.sent.alone_until or self.is_finished)
+        unfinished = self.emitted.keys() - self.finished
+        return any(self._num_tokens(index) < self.sent.alone_until for index in unfinished)
 
     def next_attempt(self, alone_until: int) -> Submit:
-        """What the next engine is told: go on behind the last token that came."""
-        resume_token_ids = (*self.submit.resume_token_ids, *self.emitted[0])
-        return replace(self.submit, resume_token_ids=resume_token_ids, alone_until=alone_until)
+        """What the next engine is told: go on with the unfinished sequences, each behind its own last token."""
+        sequences = tuple(
+            SequenceStart(start.index, (*start.resume_token_ids, *self.emitted[start.index]))
+            for start in self.submit.sequences
+            if start.index not in self.finished
+        )
+        return replace(self.submit, sequences=sequences, alone_until=alone_until)
+
+    def on_sent(self, submit: Submit, message_ordinal: int) -> None:
+        """An attempt of it is with an engine, as that one's so-manieth message."""
+        self.sent = submit
+        self.num_sent += 1
+        self.message_ordinal = message_ordinal
+        self._was_alone = self.is_alone
 
     def record(self, output: SequenceOutput) -> None:
         """Take what one step brought."""
@@ -83,7 +100,19 @@ class JournalEntry:
         if output.num_cached_tokens is not None and not emitted:
             self.num_cached_tokens += output.num_cached_tokens
         emitted.extend(output.new_token_ids)
-        self.num_finished += output.finish_reason is not None
+        if output.finish_reason is not None:
+            self.finished.add(output.index)
+
+    def gets_past_its_place(self) -> bool:
+        """True once of a suspect that, with the last output recorded, all its sequences have finished or are past the
+        place where an engine died.
+        """
+        was_alone, self._was_alone = self._was_alone, self.is_alone
+        return was_alone and not self._was_alone
+
+    def _num_tokens(self, index: int) -> int:
+        """Output tokens of one sequence, resumed ones included."""
+        return self._nums_resumed[index] + len(self.emitted[index])
 
     def was_received(self, num_messages_received: int) -> bool:
         """Whether an engine that took this many messages off its socket had this one among them."""

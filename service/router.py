@@ -96,9 +96,9 @@ class Router:
     def on_sent(self, index: int, submit: Submit) -> None:
         """It goes to this replica."""
         assert submit.request_id not in self._requests
-        num_resumed = len(submit.resume_token_ids)
-        num_input = len(submit.prompt_token_ids) + num_resumed
-        num_output = max(submit.stopping.max_tokens - num_resumed, 0) * submit.num_sequences
+        nums_resumed = [len(start.resume_token_ids) for start in submit.sequences]
+        num_input = len(submit.prompt_token_ids) + sum(nums_resumed)
+        num_output = sum(max(submit.stopping.max_tokens - num_resumed, 0) for num_resumed in nums_resumed)
         self._requests[submit.request_id] = _Outstanding(index, num_input + num_output, num_input)
         replica = self._replicas[index]
         replica.num_tokens += num_input + num_output

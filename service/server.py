@@ -20,6 +20,7 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,8 @@ from service.engine import EngineSettings
 from service.engine_process import ENGINE_COMMAND
 from service.errors import DrainingError, QueueFullError
 from service.exit import ExitCode, write_termination_log
+from service.guide_child import GUIDE_COMMAND, GuideChild
+from service.guide_compiler import GuideCompiler
 from service.health import HealthServicer
 from service.info import InfoServicer
 from service.journal import Journal
@@ -57,6 +60,7 @@ from service.limits import (
     WORKER_BYTES_MAX,
 )
 from service.listener import Listener
+from service.observation import Observation
 from service.reflection import reflection_handlers
 from service.reloading import Polled, keep_fresh
 from service.replica import Replica
@@ -134,11 +138,13 @@ class Server:
             self._supervisor.kill()
             self._backend.prompt_workers.shutdown()
             self._backend.tool_workers.shutdown()
+            self._guides.close()
 
     async def close(self) -> None:
         """Close the listeners, too: for a process that outlives its server."""
         for listener in self._listeners:
             await listener.close()
+        self._observation.shut()
 
     def request_stop(self) -> None:
         """What a stop signal does: the first drains, the second does not wait."""
@@ -164,6 +170,8 @@ class Server:
     def _build(self) -> None:
         config = self._config
         self._journal = Journal()
+        self._observation = Observation(config)
+        totals, metrics = self._observation.totals, self._observation.metrics
         gpus = num_gpus()
         settings = EngineSettings(
             command=self._engine_command,
@@ -171,6 +179,7 @@ class Server:
             step_deadline_s=config.step_deadline_s,
             crash_dir=config.crash_dir,
             model=config.served_model_name,
+            metrics=metrics,
         )
         self._supervisor = Supervisor(
             replace(config.engine_config(), num_threads=settings.num_threads),
@@ -194,7 +203,7 @@ class Server:
             self._supervisor,
             blame,
             Router(config.replicas),
-            stream_buffer_tokens=config.stream_buffer_tokens,
+            stream_buffer_tokens=config.stream_buffer_tokens, totals=totals, metrics=metrics,
         )
         self._backend = Backend(
             config,
@@ -202,9 +211,19 @@ class Server:
             self._journal,
             self._supervisor,
             self._dispatcher,
+            totals,
+            self._observation.watch(self._supervisor, self._admission, self._journal, self._dispatcher),
             prompt_workers=self._workers("prompts", PROMPT_THREADS),
             tool_workers=self._workers("tools", TOOL_THREADS),
         )
+        self._guides = GuideCompiler(
+            partial(GuideChild, GUIDE_COMMAND),
+            timeout_s=config.guide_compile_timeout_s,
+            clock=time.monotonic,
+            salt=secrets.token_bytes(32),
+            make_refusal=lambda: QueueFullError(self._admission.retry_after_s()),
+        )
+        self._backend.guides = self._guides
         self._health = HealthServicer()
         self._admin = AdminServicer(self._backend, self.drain)
         self._calls = _LiveCalls()
@@ -277,6 +296,7 @@ class Server:
         main, *others = self._listeners
         self.health_address = others[0].address if others else None
         self.address = main.address
+        self._observation.bind()
 
     # Living
 
@@ -332,6 +352,12 @@ class Server:
         if ready is None:
             return
         self._backend.eos_token_ids = _eos_token_ids(tokenizer, ready)
+        self._guides.configure(
+            model=self._config.model,
+            revision=self._config.revision,
+            vocab_size=ready.vocab_size,
+            eos_token_ids=self._backend.eos_token_ids,
+        )
         self._update_door()
         if self._has_served or not self._supervisor.is_serving or self._stop_requested.is_set():
             return
@@ -340,6 +366,7 @@ class Server:
             "serving",
             address=self.address,
             health_address=self.health_address,
+            metrics_address=self._observation.metrics_address,
             tls=describe_tls(self._tls),
             auth="off" if self._config.auth_tokens is None else "tokens",
             admin=self._config.enable_admin,
@@ -369,11 +396,13 @@ class Server:
 
     def on_replica_ready(self, replica: Replica, _ready: Ready) -> None:
         """The supervisor's word."""
+        self._observation.totals.num_restarts += replica.num_deaths > 0
         self._serve_if_complete()
         self._dispatcher.on_replica_ready(replica)
 
     def on_replica_death(self, replica: Replica, death: Death) -> None:
         """The supervisor's word: from this moment on nobody is told otherwise."""
+        self._observation.totals.num_deaths += 1
         self._update_door()
         self._dispatcher.on_replica_death(replica, death)
 
@@ -435,6 +464,8 @@ class Server:
             self._supervisor.kill()
         await self._supervisor.stop()
         await self._calls.wait(LAST_CALLS_TIMEOUT_S)
+        if not self._stop_now.is_set():
+            await self._observation.close()
         logs.get_logger().info("stopped", exit_code=int(code))
         return code
 

@@ -9,15 +9,18 @@ The sampled token is a function of the same digest, so a request's tokens are th
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from scheduler.core.output import StepPlan, StepResult
+from scheduler.core.packed_logprobs import PackedLogprobs
 from scheduler.core.stopping import finish_reason_after
 from scheduler.messages import (
     FailureKind,
     FinishReason,
     SamplingParams,
+    SequenceStart,
     StoppingParams,
     Submit,
     TokenLogprobs,
@@ -33,9 +36,9 @@ def digest_after(digest: int, token_id: int) -> int:
     return mixed ^ (mixed >> 29)
 
 
-def next_token_id(digest: int, vocab_size: int, num_output_tokens: int, stopping: StoppingParams) -> int:
-    """The token "sampled" after a token list of this digest; stop tokens are masked until `min_tokens`."""
-    token_id = (digest >> 17) % vocab_size
+def next_token_id(digest: int, index: int, vocab_size: int, num_output_tokens: int, stopping: StoppingParams) -> int:
+    """The token that sequence `index` "samples" after tokens of this digest; no stop token before `min_tokens`."""
+    token_id = ((digest >> 17) + index) % vocab_size
     if num_output_tokens < stopping.min_tokens:
         masked = {*stopping.eos_token_ids, *stopping.stop_token_ids}
         while token_id in masked:
@@ -44,14 +47,19 @@ def next_token_id(digest: int, vocab_size: int, num_output_tokens: int, stopping
 
 
 def reference_output(
-    submit: Submit, *, vocab_size: int, max_model_len: int, poison_token_id: int | None = None
+    submit: Submit, index: int = 0, *, vocab_size: int, max_model_len: int, poison_token_id: int | None = None
 ) -> tuple[tuple[int, ...], FinishReason | FailureKind]:
-    """The new tokens of this request when it is computed alone and in the most obvious way, and how it ends."""
-    token_ids = [*submit.prompt_token_ids, *submit.resume_token_ids]
+    """The new tokens of one sequence when it is computed alone and in the most obvious way, and how it ends."""
+    (start,) = (start for start in submit.sequences if start.index == index)
+    token_ids = [*submit.prompt_token_ids, *start.resume_token_ids]
     num_known = len(token_ids)
     digest = 0
     for token_id in token_ids:
         digest = digest_after(digest, token_id)
+    if submit.sampling.num_prompt_logprobs is not None and poison_token_id in token_ids:
+        return (), FailureKind.NON_FINITE
+    if submit.stopping.max_tokens == 0 and num_known == len(submit.prompt_token_ids):
+        return (), FinishReason.MAX_TOKENS
     while True:
         if len(token_ids) > len(submit.prompt_token_ids):
             reason = finish_reason_after(
@@ -66,7 +74,7 @@ def reference_output(
         if poison_token_id in token_ids:
             return tuple(token_ids[num_known:]), FailureKind.NON_FINITE
         num_output_tokens = len(token_ids) - len(submit.prompt_token_ids)
-        token_ids.append(next_token_id(digest, vocab_size, num_output_tokens, submit.stopping))
+        token_ids.append(next_token_id(digest, index, vocab_size, num_output_tokens, submit.stopping))
         digest = digest_after(digest, token_ids[-1])
 
 
@@ -79,20 +87,22 @@ def make_submit(
     eos_token_ids: tuple[int, ...] = (),
     stop_token_ids: tuple[int, ...] = (),
     resume_token_ids: tuple[int, ...] = (),
+    sequences: tuple[SequenceStart, ...] = (),
     num_logprobs: int | None = None,
-    num_sequences: int = 1,
+    num_prompt_logprobs: int | None = None,
     priority: int = 0,
     cache_salt: str = "",
     cache_bypass: bool = False,
 ) -> Submit:
-    """A greedy request with everything else at its default."""
+    """A greedy request with everything else at its default; `resume_token_ids` are those of its only sequence."""
     return Submit(
         request_id=request_id,
         prompt_token_ids=tuple(prompt_token_ids),
-        sampling=SamplingParams(temperature=0.0, num_logprobs=num_logprobs),
+        sampling=SamplingParams(
+            temperature=0.0, num_logprobs=num_logprobs, num_prompt_logprobs=num_prompt_logprobs
+        ),
         stopping=StoppingParams(max_tokens, min_tokens, eos_token_ids, stop_token_ids),
-        resume_token_ids=resume_token_ids,
-        num_sequences=num_sequences,
+        sequences=sequences or (SequenceStart(0, resume_token_ids),),
         priority=priority,
         cache_salt=cache_salt,
         cache_bypass=cache_bypass,
@@ -103,6 +113,7 @@ def make_submit(
 class _Placed:
     """What a runner keeps of one sequence."""
 
+    index: int
     token_ids: list[int]
     num_prompt_tokens: int
     sampling: SamplingParams
@@ -110,6 +121,7 @@ class _Placed:
     block_table: list[int] | None
     """None while preempted."""
     num_computed_tokens: int
+    num_scored_tokens: int
     digests: list[int] = field(default_factory=list)
     """`digests[i]` belongs to the tokens up to and including position i."""
 
@@ -138,6 +150,8 @@ class FakeRunner:
         self.num_tokens_computed_total = 0
         self._slots = [_EMPTY_SLOT] * (num_kv_blocks * block_size)
         self._sequences: dict[int, _Placed] = {}
+        self._prompt_logprobs: dict[int, PackedLogprobs] = {}
+        """Of the present step."""
         self._last_step_id = 0
 
     @property
@@ -167,12 +181,14 @@ class FakeRunner:
         for new in plan.new:
             assert new.seq_id not in self._sequences, "placed twice"
             self._sequences[new.seq_id] = _Placed(
+                new.index,
                 list(new.token_ids),
                 new.num_prompt_tokens,
                 new.sampling,
                 new.stopping,
                 list(new.block_ids),
                 new.num_computed_tokens,
+                new.num_scored_tokens,
             )
         for resumed in plan.resumed:
             sequence = self._sequences[resumed.seq_id]
@@ -224,11 +240,23 @@ class FakeRunner:
         for seq_id, num_tokens in zip(plan.seq_ids, plan.num_scheduled_tokens, strict=True):
             sequence = self._sequences[seq_id]
             assert sequence.block_table is not None
+            self._score(seq_id, sequence, sequence.num_computed_tokens + num_tokens)
             for position in range(sequence.num_computed_tokens, sequence.num_computed_tokens + num_tokens):
                 block_id = sequence.block_table[position // self.block_size]
                 assert holders[block_id] == [seq_id], f"block {block_id} is written while others hold it"
                 self._slots[block_id * self.block_size + position % self.block_size] = sequence.digests[position]
             sequence.num_computed_tokens += num_tokens
+
+    def _score(self, seq_id: int, sequence: _Placed, end: int) -> None:
+        """The prompt tokens behind the computed ones, each with its position for a rank."""
+        start, end = sequence.num_scored_tokens, min(end, sequence.num_prompt_tokens - 1)
+        if sequence.sampling.num_prompt_logprobs is None or start >= end:
+            return
+        assert sequence.num_computed_tokens <= start, "what is to be scored was taken from the cache"
+        sequence.num_scored_tokens = end
+        positions = range(start + 1, end + 1)
+        logprobs = array("f", [-float(sequence.token_ids[position]) for position in positions])
+        self._prompt_logprobs[seq_id] = PackedLogprobs(0, logprobs, array("i", positions))
 
     def _sample(self, plan: StepPlan) -> StepResult:
         sampled_token_ids: list[int] = []
@@ -241,12 +269,15 @@ class FakeRunner:
                 non_finite_seq_ids.append(seq_id)
                 continue
             num_output_tokens = len(sequence.token_ids) - sequence.num_prompt_tokens
-            token_id = next_token_id(sequence.digests[-1], self.vocab_size, num_output_tokens, sequence.stopping)
+            token_id = next_token_id(
+                sequence.digests[-1], sequence.index, self.vocab_size, num_output_tokens, sequence.stopping
+            )
             sequence.append(token_id)
             sampled_token_ids.append(token_id)
             if sequence.sampling.num_logprobs is not None:
                 logprobs[seq_id] = TokenLogprobs(logprob=-float(token_id), rank=1)
-        return StepResult(sampled_token_ids, logprobs, non_finite_seq_ids)
+        prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, {}
+        return StepResult(sampled_token_ids, logprobs, non_finite_seq_ids, prompt_logprobs)
 
 
 class FakeClock:

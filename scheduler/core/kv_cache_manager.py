@@ -29,13 +29,19 @@ class KVCacheManager:
         return self.pool.num_free
 
     def find_prefix(self, sequence: Sequence) -> list[int]:
-        """The cached blocks that begin this sequence's tokens; empty if it bypasses the cache. Holds nothing."""
+        """The cached blocks that begin this sequence's tokens; empty if it bypasses the cache. Holds nothing.
+
+        What is still to be scored is not taken: a token that is not computed has no logits.
+        """
         if not self._enable_prefix_caching or sequence.request.cache_bypass:
             return []
         size, token_ids, pool = self.block_size, sequence.token_ids, self.pool
         content_id: int | str = sequence.request.cache_salt
         prefix = []
-        for end in range(size, len(token_ids), size):
+        num_tokens_max = len(token_ids) - 1
+        if sequence.is_scored:
+            num_tokens_max = min(num_tokens_max, sequence.num_scored_tokens)
+        for end in range(size, num_tokens_max + 1, size):
             block_id = pool.find((content_id, tuple(token_ids[end - size : end])))
             if block_id is None:
                 break

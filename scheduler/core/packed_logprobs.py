@@ -1,17 +1,16 @@
-"""Log-probabilities of many positions in a row, packed: what a prompt's are kept in while it is computed in chunks.
+"""Log-probabilities of many positions in a row, packed: how a prompt's are kept while it is computed in chunks.
 
-What lives here: the packed form, and the way from it to what is told. What must not be here: how they are computed, or
-whose they are. An entry takes 8 bytes; as `TokenLogprobs` objects those of one long prompt would take ten times as much
-for as long as the prompt runs.
+What lives here: the growing form, and the way from it to the message. What must not: how they are computed, or whose
+they are. An entry takes 8 bytes; as objects, those of one long prompt would take ten times as much for as long as the
+prompt runs.
 """
 
 from __future__ import annotations
 
-import itertools
 from array import array
 from dataclasses import dataclass, field
 
-from scheduler.messages import TokenLogprobs
+from scheduler.messages import PromptLogprobs
 
 
 @dataclass(slots=True)
@@ -36,11 +35,12 @@ class PackedLogprobs:
         self.top_token_ids.extend(following.top_token_ids)
         self.top_logprobs.extend(following.top_logprobs)
 
-    def unpack(self) -> tuple[TokenLogprobs, ...]:
+    def message(self) -> PromptLogprobs:
         """As they are told."""
-        num_top = self.num_top
-        top_token_ids, top_logprobs = tuple(self.top_token_ids), tuple(self.top_logprobs)
-        return tuple(
-            TokenLogprobs(logprob, rank, top_token_ids[start : start + num_top], top_logprobs[start : start + num_top])
-            for logprob, rank, start in zip(self.logprobs, self.ranks, itertools.count(step=num_top), strict=False)
+        return PromptLogprobs(
+            num_top=self.num_top,
+            logprobs=self.logprobs.tobytes(),
+            ranks=self.ranks.tobytes(),
+            top_token_ids=self.top_token_ids.tobytes(),
+            top_logprobs=self.top_logprobs.tobytes(),
         )

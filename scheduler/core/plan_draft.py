@@ -41,6 +41,8 @@ class PlanDraft:
                 stopping=sequence.request.stopping,
                 block_ids=tuple(sequence.block_table),
                 num_computed_tokens=sequence.num_computed_tokens,
+                num_scored_tokens=sequence.num_scored_tokens,
+                guide=sequence.request.guide,
             )
         )
 

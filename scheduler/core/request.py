@@ -16,7 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from scheduler.messages import SamplingParams, StoppingParams, Submit
+from scheduler.core.packed_logprobs import PackedLogprobs
+from scheduler.messages import FinishReason, PromptLogprobs, SamplingParams, StoppingParams, Submit
 
 Order = tuple[int, int, int]
 """(-priority, arrival, index): the smaller goes first. Total and fixed for life, also across preemptions."""
@@ -59,6 +60,10 @@ class Sequence:
     is_prompt_counted: bool = False
     """It has run before, and its prompt is in the totals."""
     is_first_output_due: bool = True
+    prompt_logprobs: PackedLogprobs | None = None
+    """What is known of its prompt's so far; none before the first chunk that brings some, nor once they are told."""
+    start_reason: FinishReason | None = None
+    """Why it ends without a token: computing the prompt is all that it is here for."""
 
     # Copies of the request's values, because every step reads them for every sequence.
     request_id: int = field(init=False)
@@ -92,6 +97,34 @@ class Sequence:
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
+    def is_scored(self) -> bool:
+        """Whether logprobs of its prompt are still to be told."""
+        return self.is_first_output_due and self.index == 0 and self.request.sampling.num_prompt_logprobs is not None
+
+    @property
+    def num_scored_tokens(self) -> int:
+        """Leading tokens of the prompt whose successors' logprobs are known, or are not asked for."""
+        if not self.is_scored:
+            return self.num_prompt_tokens
+        return 0 if self.prompt_logprobs is None else len(self.prompt_logprobs)
+
+    def add_prompt_logprobs(self, following: PackedLogprobs) -> None:
+        """Those that a step found; they go on where the last ones ended."""
+        if self.prompt_logprobs is None:
+            self.prompt_logprobs = following
+        else:
+            self.prompt_logprobs.extend(following)
+
+    def take_prompt_logprobs(self) -> PromptLogprobs | None:
+        """All of them, to be told with the first output; None if nobody asked."""
+        if not self.is_scored:
+            return None
+        assert self.num_scored_tokens == self.num_prompt_tokens - 1, "each token but the first is scored, once"
+        # A prompt of one token has none.
+        packed, self.prompt_logprobs = self.prompt_logprobs or PackedLogprobs(num_top=0), None
+        return packed.message()
+
+    @property
     def is_alone(self) -> bool:
         """Whether a step that computes any of it must hold nothing else."""
         return len(self.token_ids) < self.num_tokens_alone
@@ -117,6 +150,7 @@ class Request:
     """Prompt + output tokens at which a sequence ends at the latest."""
     num_tokens_alone: int
     """Prompt + output tokens from which on a sequence may share its steps; at most the prompt's length if always."""
+    guide: bytes = b""
     sequences: list[Sequence] = field(default_factory=list)
 
     @property
@@ -124,8 +158,8 @@ class Request:
         return all(sequence.status is SequenceStatus.FINISHED for sequence in self.sequences)
 
 
-def make_request(submit: Submit, *, arrival: int, seq_id: int, max_model_len: int) -> Request:
-    """Build the request and its one sequence. `arrival` counts requests; `seq_id` is never used again."""
+def make_request(submit: Submit, *, arrival: int, first_seq_id: int, max_model_len: int) -> Request:
+    """Build the request and its sequences. `arrival` counts requests; ids from `first_seq_id` on are not used again."""
     num_prompt_tokens = len(submit.prompt_token_ids)
     request = Request(
         request_id=submit.request_id,
@@ -137,13 +171,15 @@ def make_request(submit: Submit, *, arrival: int, seq_id: int, max_model_len: in
         stop_ids=frozenset(submit.stopping.eos_token_ids + submit.stopping.stop_token_ids),
         num_tokens_max=min(num_prompt_tokens + submit.stopping.max_tokens, max_model_len),
         num_tokens_alone=num_prompt_tokens + submit.alone_until,
+        guide=submit.guide,
     )
-    sequence = Sequence(
-        seq_id=seq_id,
-        request=request,
-        index=0,
-        order=(-submit.priority, arrival, 0),
-        token_ids=[*submit.prompt_token_ids, *submit.resume_token_ids],
-    )
-    request.sequences.append(sequence)
+    for seq_id, start in enumerate(submit.sequences, first_seq_id):
+        sequence = Sequence(
+            seq_id=seq_id,
+            request=request,
+            index=start.index,
+            order=(-submit.priority, arrival, start.index),
+            token_ids=[*submit.prompt_token_ids, *start.resume_token_ids],
+        )
+        request.sequences.append(sequence)
     return request

@@ -51,6 +51,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import replace
 from operator import attrgetter
 
 from scheduler.core.config import SchedulerConfig
@@ -66,6 +67,7 @@ from scheduler.messages import (
     FinishReason,
     RequestFailure,
     SequenceOutput,
+    SequenceStart,
     Submit,
     TokenLogprobs,
 )
@@ -140,6 +142,7 @@ class Scheduler:
         self._step_request_ids: tuple[int, ...] = ()
 
         self._num_arrivals = 0
+        self._num_sequences = 0
         self._num_preemptions_total = 0
         self._num_prompt_tokens_total = 0
         self._num_cached_tokens_total = 0
@@ -164,53 +167,79 @@ class Scheduler:
             or self.max_num_batched_tokens < self._config.max_num_batched_tokens
         )
 
-    def num_output_tokens(self, request_id: int) -> int | None:
-        """Output tokens this request has so far, resumed ones included; None if it is not (or no longer) here."""
+    def num_output_tokens(self, request_id: int) -> dict[int, int] | None:
+        """Index of each unfinished sequence of this request → output tokens it has so far, resumed ones included; None
+        if the request is not (or no longer) here.
+        """
         request = self._requests.get(request_id)
         if request is None:
             return None
-        return sum(len(sequence.token_ids) - sequence.num_prompt_tokens for sequence in request.sequences)
+        return {
+            sequence.index: len(sequence.token_ids) - sequence.num_prompt_tokens
+            for sequence in request.sequences
+            if sequence.status is not SequenceStatus.FINISHED
+        }
 
-    def add_request(self, submit: Submit) -> SequenceOutput | None:
+    def add_request(self, submit: Submit) -> tuple[SequenceOutput, ...]:
         """Put a request in line.
 
-        Returns None, or the request's only output where its resumed tokens have already brought it to its end: it is
-        then over, without tokens and without a step.
+        Returns the only outputs of those of its sequences that their resumed tokens have already brought to their end:
+        they are over without tokens and without a step. Where logprobs of the prompt are asked for, such sequences run,
+        too, but no further than through their known tokens: so nothing is told before the prompt is.
 
-        Raises `RequestNeverFitsError` if it could not get a single token even alone, `NotImplementedError` for more
-        than one sequence, `ValueError` for an empty prompt. After any error the request is unknown, and all else as it
-        was: whatever can raise comes before the first change.
+        Raises `RequestNeverFitsError` if one of the others could not get a single token even alone, `ValueError` for an
+        empty prompt or no sequences. After any error the request is unknown, and all else as it was: whatever can raise
+        comes before the first change.
         """
         assert submit.request_id not in self._requests, f"request {submit.request_id} is already here"
-        if submit.num_sequences != 1:
-            raise NotImplementedError(f"num_sequences is {submit.num_sequences}; this scheduler runs one per request")
         if not submit.prompt_token_ids:
             raise ValueError("prompt_token_ids is empty; there is nothing to compute logits from")
-        num_tokens = len(submit.prompt_token_ids) + len(submit.resume_token_ids)
-        if submit.resume_token_ids and num_tokens <= self._max_model_len:
+        indexes = [start.index for start in submit.sequences]
+        if not indexes or indexes != sorted(set(indexes)):
+            raise ValueError(f"the indexes of the sequences are {indexes}; they must be ascending, and at least one")
+        outputs, unfinished = [], []
+        for start in submit.sequences:
+            reason = self._finish_reason_at(submit, start)
+            if reason is None or submit.sampling.num_prompt_logprobs is not None:
+                unfinished.append(start)
+            else:
+                output = SequenceOutput(submit.request_id, start.index, (), finish_reason=reason, num_cached_tokens=0)
+                outputs.append(output)
+        if unfinished:
+            self._add_unfinished(replace(submit, sequences=tuple(unfinished)))
+        return tuple(outputs)
+
+    def _finish_reason_at(self, submit: Submit, start: SequenceStart) -> FinishReason | None:
+        """Why a sequence that begins there is over already, or None. Raises `RequestNeverFitsError`."""
+        num_tokens = len(submit.prompt_token_ids) + len(start.resume_token_ids)
+        if start.resume_token_ids and num_tokens <= self._max_model_len:
             reason = finish_reason_after(
-                submit.resume_token_ids[-1],
+                start.resume_token_ids[-1],
                 num_prompt_tokens=len(submit.prompt_token_ids),
                 num_tokens=num_tokens,
                 stopping=submit.stopping,
                 max_model_len=self._max_model_len,
             )
             if reason is not None:
-                return SequenceOutput(submit.request_id, 0, (), finish_reason=reason, num_cached_tokens=0)
+                return reason
         if num_tokens + 1 > self._max_model_len:
             raise RequestNeverFitsError(
                 f"{num_tokens} tokens and one to come exceed the limit of {self._max_model_len} tokens "
                 f"(max_model_len {self._config.max_model_len}, KV pool "
                 f"{self._config.num_kv_blocks * self._config.block_size} tokens)"
             )
-        arrival = self._num_arrivals + 1
-        request = make_request(submit, arrival=arrival, seq_id=arrival, max_model_len=self._max_model_len)
+        return FinishReason.MAX_TOKENS if submit.stopping.max_tokens == 0 else None
+
+    def _add_unfinished(self, submit: Submit) -> None:
+        arrival, first_seq_id = self._num_arrivals + 1, self._num_sequences + 1
+        request = make_request(submit, arrival=arrival, first_seq_id=first_seq_id, max_model_len=self._max_model_len)
         self._num_arrivals = arrival
+        self._num_sequences += len(request.sequences)
         self._requests[request.request_id] = request
-        for sequence in request.sequences:
+        for sequence, start in zip(request.sequences, submit.sequences, strict=True):
+            sequence.start_reason = self._finish_reason_at(submit, start)
             self._waiting.push(sequence)
         self._admission_open = True
-        return None
 
     def abort(self, request_ids: Iterable[int]) -> None:
         """Forget these requests and free their blocks, now. Unknown ids are ignored."""
@@ -484,7 +513,7 @@ class Scheduler:
         sampled_token_ids = result.sampled_token_ids
         assert len(sampled_token_ids) == len(plan.sampled_seq_ids), "one token for each sampled sequence"
         self._is_in_flight = False
-        failures = self._fail_non_finite(result)
+        failures = self._fail_non_finite(result) + self._fail_others(result)
         outputs: list[SequenceOutput] = []
         logprobs = result.logprobs
         # The one loop that every running sequence costs in every step.
@@ -497,7 +526,7 @@ class Scheduler:
             if logprobs or token_id in sequence.stop_ids or len(token_ids) >= sequence.num_tokens_max:
                 outputs.append(self._output(sequence, logprobs.get(sequence.seq_id)))
             else:
-                outputs.append(SequenceOutput(sequence.request_id, 0, (token_id,)))
+                outputs.append(SequenceOutput(sequence.request_id, sequence.index, (token_id,)))
         if self._chunks:
             self._update_chunks(sampled_token_ids[len(self._step_decodes) :], result, outputs)
         return tuple(outputs), failures
@@ -512,7 +541,12 @@ class Scheduler:
                 continue
             sequence.num_computed_tokens += num_tokens
             self._kv.register(sequence)
-            if token_id is not None:
+            prompt_logprobs = result.prompt_logprobs.get(sequence.seq_id)
+            if prompt_logprobs is not None:
+                sequence.add_prompt_logprobs(prompt_logprobs)
+            if token_id is not None and sequence.start_reason is not None:
+                outputs.append(self._told(sequence, (), None, sequence.start_reason))
+            elif token_id is not None:
                 sequence.token_ids.append(token_id)
                 if not sequence.is_alone:
                     self._catch_up(sequence)
@@ -538,18 +572,29 @@ class Scheduler:
             stopping=sequence.request.stopping,
             max_model_len=self._max_model_len,
         )
-        num_cached_tokens = sequence.num_cached_tokens if sequence.is_first_output_due else None
+        return self._told(sequence, (sequence.token_ids[-1],), None if logprobs is None else (logprobs,), reason)
+
+    def _told(
+        self,
+        sequence: Sequence,
+        new_token_ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs, ...] | None,
+        reason: FinishReason | None,
+    ) -> SequenceOutput:
+        """An output of this sequence, with what only the first one tells; ends it if there is a reason."""
+        output = SequenceOutput(
+            request_id=sequence.request_id,
+            index=sequence.index,
+            new_token_ids=new_token_ids,
+            logprobs=logprobs,
+            finish_reason=reason,
+            num_cached_tokens=sequence.num_cached_tokens if sequence.is_first_output_due else None,
+            prompt_logprobs=sequence.take_prompt_logprobs(),
+        )
         sequence.is_first_output_due = False
         if reason is not None:
             self._end(sequence)
-        return SequenceOutput(
-            request_id=sequence.request_id,
-            index=sequence.index,
-            new_token_ids=(sequence.token_ids[-1],),
-            logprobs=None if logprobs is None else (logprobs,),
-            finish_reason=reason,
-            num_cached_tokens=num_cached_tokens,
-        )
+        return output
 
     def _fail_non_finite(self, result: StepResult) -> tuple[RequestFailure, ...]:
         """End the requests whose logits were no numbers, and distrust all that they computed."""
@@ -563,6 +608,20 @@ class Scheduler:
                 for sequence in request.sequences:
                     self._end(sequence, distrust=True)
                 failures.append(RequestFailure(request.request_id, FailureKind.NON_FINITE))
+        return tuple(failures)
+
+    def _fail_others(self, result: StepResult) -> tuple[RequestFailure, ...]:
+        """End the requests that cannot go on; what they computed is good."""
+        if not result.failures:
+            return ()
+        failures = []
+        by_seq_id = {sequence.seq_id: sequence for sequence in self._in_step()}
+        for seq_id, failure in result.failures.items():
+            request = by_seq_id[seq_id].request
+            if not request.is_finished:
+                for sequence in request.sequences:
+                    self._end(sequence)
+                failures.append(RequestFailure(request.request_id, failure.kind, failure.incident_id))
         return tuple(failures)
 
     def _in_step(self) -> list[Sequence]:

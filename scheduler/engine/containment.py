@@ -6,12 +6,12 @@ logging, tensors, the runner. `EngineCore` asks whether the process is healthy, 
 
 **Isolation.** The requests of a failed step are suspects. They are retried in halves: while the scheduler is confined
 to one group, the rest of the world waits, until each of the group has got past the place where it was (by one output
-token, at first) or has ended; then comes the next group. If a step of a group fails, the suspects are those of that
-step, and they are split again; the rest of the group becomes a group of its own. A request whose steps failed twice in
-one place, the second time with nothing else in it, is the culprit and fails (STEP_FAILED). Once is not enough, not even
-for one that was alone: a fault that passes is nobody's. What fails in company alone, again and again, has no culprit
-either: each isolation that found none and is soon followed by another makes that one's groups stay apart for twice as
-many tokens, so that the failures stay few beside the tokens.
+token of each of its sequences, at first) or has ended; then comes the next group. If a step of a group fails, the
+suspects are those of that step, and they are split again; the rest of the group becomes a group of its own. A request
+whose steps failed twice in one place, the second time with nothing else in it, is the culprit and fails (STEP_FAILED).
+Once is not enough, not even for one that was alone: a fault that passes is nobody's. What fails in company alone, again
+and again, has no culprit either: each isolation that found none and is soon followed by another makes that one's groups
+stay apart for twice as many tokens, so that the failures stay few beside the tokens.
 
 **Out of memory** is nobody's fault until there is nothing left to save: steps get smaller (half the tokens of the one
 that failed), then fewer sequences share them (half as many), then the one sequence that does not fit in its smallest
@@ -85,10 +85,10 @@ class Containment:
         self._scheduler = scheduler
         self._groups: deque[Group] = deque()
         """Still to get past their places; the scheduler is confined to the first. Empty: no isolation."""
-        self._places: dict[int, int] = {}
-        """Suspect → its output tokens when its step failed."""
+        self._places: dict[int, dict[int, int]] = {}
+        """Suspect → output tokens of each of its sequences when its step failed."""
         self._distance = 1
-        """Tokens beyond its place that get a suspect past it."""
+        """Tokens beyond their places that get a suspect's sequences past them."""
         self._is_fruitless = False
         """Whether the last isolation found no culprit; so far, while there is one."""
         self._num_steps_together = 0
@@ -142,7 +142,7 @@ class Containment:
     def _split(self, in_step: Group) -> tuple[RequestFailure, ...]:
         """The requests of this step are suspects, in two groups; one that was isolated already is the culprit."""
         failures: tuple[RequestFailure, ...] = ()
-        suspects = tuple(request_id for request_id in in_step if self._is_here(request_id))
+        suspects = tuple(dict.fromkeys(request_id for request_id in in_step if self._is_here(request_id)))
         bystanders: Group = ()
         if self._groups:
             group = self._groups.popleft()
@@ -159,7 +159,7 @@ class Containment:
         new_groups = (suspects[:middle], suspects[middle:], bystanders)
         self._groups.extendleft(group for group in reversed(new_groups) if group)
         for request_id in suspects:
-            self._places[request_id] = self._scheduler.num_output_tokens(request_id) or 0
+            self._places[request_id] = self._scheduler.num_output_tokens(request_id) or {}
         if self._groups:
             self._scheduler.confine(self._groups[0])
         else:
@@ -184,10 +184,13 @@ class Containment:
 
     def _is_suspect(self, request_id: int) -> bool:
         num_output_tokens = self._scheduler.num_output_tokens(request_id)
-        return num_output_tokens is not None and num_output_tokens < self._places[request_id] + self._distance
+        if num_output_tokens is None:
+            return False
+        place = self._places[request_id]
+        return any(num_tokens < place[index] + self._distance for index, num_tokens in num_output_tokens.items())
 
     def _is_at_its_place(self, request_id: int) -> bool:
-        """Whether it has not got a token since its step failed before."""
+        """Whether no sequence of it has got a token since its step failed before."""
         return self._scheduler.num_output_tokens(request_id) == self._places.get(request_id)
 
     def _is_here(self, request_id: int) -> bool:

@@ -130,7 +130,7 @@ class EngineCore:
         is_news = self._containment.is_quiet
         description = logs.describe(error)
         _clear_frames(error)
-        num_requests = len(self._scheduler.step_request_ids)
+        num_requests = len(set(self._scheduler.step_request_ids))
         failures = self._containment.step_failed(cause, shape)
         try:
             self._runner.reset()
@@ -171,7 +171,7 @@ class EngineCore:
     def _submit_waiting(self) -> None:
         for submit in self._submits_waiting:
             try:
-                output = self._scheduler.add_request(submit)
+                outputs = self._scheduler.add_request(submit)
             except RequestNeverFitsError:
                 self._failures.append(RequestFailure(submit.request_id, FailureKind.NEVER_FITS))
             except Exception as error:  # noqa: BLE001 - a request that we have no place for is not the engine's death
@@ -180,8 +180,7 @@ class EngineCore:
                 self._scheduler.abort((submit.request_id,))  # should it have been here before, nothing of it is now
                 self._failures.append(RequestFailure(submit.request_id, FailureKind.INTERNAL, incident_id))
             else:
-                if output is not None:  # its resumed tokens were already all there is
-                    self._outputs.append(output)
+                self._outputs += outputs  # of sequences whose resumed tokens were already all there is
         self._submits_waiting.clear()
 
     def _collect(self) -> StepOutputs | None:

@@ -33,18 +33,59 @@ def make_config(
 
 
 @dataclass
+class SequenceAnswer:
+    """What came back for one sequence."""
+
+    num_resumed_tokens: int
+    token_ids: list[int] = field(default_factory=list)
+    outputs: list[SequenceOutput] = field(default_factory=list)
+    end: FinishReason | None = None
+
+
+@dataclass
 class Answer:
     """What came back for one request."""
 
     submit: Submit
-    token_ids: list[int] = field(default_factory=list)
-    outputs: list[SequenceOutput] = field(default_factory=list)
-    end: FinishReason | FailureKind | None = None
+    failure: FailureKind | None = None
     is_aborted: bool = False
+    sequences: dict[int, SequenceAnswer] = field(init=False)
+
+    def __post_init__(self) -> None:
+        starts = self.submit.sequences
+        self.sequences = {start.index: SequenceAnswer(len(start.resume_token_ids)) for start in starts}
 
     @property
     def is_over(self) -> bool:
-        return self.is_aborted or self.end is not None
+        is_finished = all(sequence.end is not None for sequence in self.sequences.values())
+        return self.is_aborted or self.failure is not None or is_finished
+
+    @property
+    def only(self) -> SequenceAnswer:
+        """Of a request of one sequence."""
+        (sequence,) = self.sequences.values()
+        return sequence
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.only.token_ids
+
+    @property
+    def outputs(self) -> list[SequenceOutput]:
+        return self.only.outputs
+
+    @property
+    def end(self) -> FinishReason | FailureKind | None:
+        return self.failure or self.only.end
+
+    @property
+    def num_output_tokens(self) -> dict[int, int]:
+        """Unfinished sequence → its output tokens, resumed ones included."""
+        return {
+            index: sequence.num_resumed_tokens + len(sequence.token_ids)
+            for index, sequence in self.sequences.items()
+            if sequence.end is None
+        }
 
 
 class Driver:
@@ -70,10 +111,10 @@ class Driver:
 
     def submit(self, submit: Submit) -> Answer:
         """Errors of `add_request` pass through; the request is then unknown here too."""
-        output = self.scheduler.add_request(submit)
+        outputs = self.scheduler.add_request(submit)
         answer = self.answers[submit.request_id] = Answer(submit)
         self.may_overtake |= submit.alone_until > 0
-        if output is not None:
+        for output in outputs:
             self._take(output)
         self.check_invariants()
         return answer
@@ -142,39 +183,62 @@ class Driver:
                 return num_steps
         raise AssertionError(f"still at work after {num_steps_max} steps")
 
-    def expected(self, request_id: int) -> tuple[tuple[int, ...], FinishReason | FailureKind]:
-        """What the request would get alone."""
+    def expected(self, request_id: int, index: int = 0) -> tuple[tuple[int, ...], FinishReason | FailureKind]:
+        """What the sequence would get alone."""
         return reference_output(
             self.answers[request_id].submit,
+            index,
             vocab_size=self.runner.vocab_size,
             max_model_len=self.max_model_len,
             poison_token_id=self.runner.poison_token_id,
         )
 
     def check_answers(self) -> None:
-        """Every request ended, and as it would have alone; an aborted one had a beginning of that."""
+        """Every sequence ended, and as it would have alone; of an aborted or failed request it had a beginning of that,
+        and the request failed because one of them would have.
+        """
         for request_id, answer in self.answers.items():
-            token_ids, end = self.expected(request_id)
             assert answer.is_over, f"request {request_id} never ended"
-            assert tuple(answer.token_ids) == token_ids[: len(answer.token_ids)]
-            if not answer.is_aborted:
-                assert (tuple(answer.token_ids), answer.end) == (token_ids, end)
+            ends = set()
+            for index, sequence in answer.sequences.items():
+                token_ids, end = self.expected(request_id, index)
+                assert tuple(sequence.token_ids) == token_ids[: len(sequence.token_ids)]
+                if sequence.end is not None or (len(answer.sequences) == 1 and not answer.is_aborted):
+                    assert (tuple(sequence.token_ids), sequence.end or answer.failure) == (token_ids, end)
+                ends.add(end)
+            assert answer.failure is None or answer.failure in ends
 
     def _take(self, output: SequenceOutput) -> None:
         answer = self.answers[output.request_id]
+        sequence = answer.sequences[output.index]
         assert not answer.is_over, f"an output for request {output.request_id} after its end"
-        assert (output.num_cached_tokens is None) == bool(answer.outputs), "the first output, and no other, tells it"
+        assert sequence.end is None, f"an output for sequence {output.index} after its end"
+        assert (output.num_cached_tokens is None) == bool(sequence.outputs), "the first output, and no other, tells it"
         assert output.num_cached_tokens is None or output.num_cached_tokens <= len(answer.submit.prompt_token_ids)
         wants_logprobs = answer.submit.sampling.num_logprobs is not None
         assert (output.logprobs is not None) == (wants_logprobs and bool(output.new_token_ids))
-        answer.outputs.append(output)
-        answer.token_ids += output.new_token_ids
-        answer.end = output.finish_reason
+        self._check_prompt_logprobs(output)
+        sequence.outputs.append(output)
+        sequence.token_ids += output.new_token_ids
+        sequence.end = output.finish_reason
+
+    def _check_prompt_logprobs(self, output: SequenceOutput) -> None:
+        """Told with the request's first output, each token but the first once, in order."""
+        answer = self.answers[output.request_id]
+        is_first = not any(sequence.outputs for sequence in answer.sequences.values())
+        asks = answer.submit.sampling.num_prompt_logprobs is not None and 0 in answer.sequences
+        told = output.prompt_logprobs
+        assert (told is not None) == (asks and is_first)
+        if told is not None:
+            assert output.index == 0
+            prompt = answer.submit.prompt_token_ids
+            assert memoryview(told.ranks).cast("i").tolist() == list(range(1, len(prompt)))
+            assert memoryview(told.logprobs).cast("f").tolist() == [-float(token_id) for token_id in prompt[1:]]
 
     def _fail(self, failure: RequestFailure) -> None:
         answer = self.answers[failure.request_id]
         assert not answer.is_over, f"request {failure.request_id} failed after its end"
-        answer.end = failure.kind
+        answer.failure = failure.kind
 
     def _check_plan(self, plan: StepPlan) -> None:
         """Within its bounds, of those who may run, and nobody beside one that must be alone."""
@@ -182,14 +246,15 @@ class Driver:
         scheduler = self.scheduler
         assert plan.num_batched_tokens <= scheduler.max_num_batched_tokens <= self.config.max_num_batched_tokens
         assert len(plan.seq_ids) <= scheduler.max_num_seqs <= self.config.max_num_seqs
-        request_ids = {s.seq_id: s.request_id for r in scheduler._requests.values() for s in r.sequences}
-        in_step = tuple(request_ids[seq_id] for seq_id in plan.seq_ids)
-        assert scheduler.step_request_ids == in_step
-        assert self.confined_to is None or self.confined_to.issuperset(in_step)
-        for request_id in in_step:
-            answer = self.answers[request_id]
-            num_output_tokens = len(answer.submit.resume_token_ids) + len(answer.token_ids)
-            assert scheduler.num_output_tokens(request_id) == num_output_tokens
+        sequences = {s.seq_id: s for r in scheduler._requests.values() for s in r.sequences}
+        in_step = [sequences[seq_id] for seq_id in plan.seq_ids]
+        request_ids = tuple(sequence.request_id for sequence in in_step)
+        assert scheduler.step_request_ids == request_ids
+        assert self.confined_to is None or self.confined_to.issuperset(request_ids)
+        for sequence in in_step:
+            answer = self.answers[sequence.request_id]
+            assert scheduler.num_output_tokens(sequence.request_id) == answer.num_output_tokens
+            num_output_tokens = answer.num_output_tokens[sequence.index]
             assert num_output_tokens >= answer.submit.alone_until or len(in_step) == 1
 
     def _check_vacant(self) -> None:
@@ -197,7 +262,8 @@ class Driver:
         assert not self.scheduler._running
         assert self.scheduler.stats().num_used_kv_blocks == 0
         for request in self.scheduler._requests.values():
-            assert all(sequence.status is SequenceStatus.WAITING for sequence in request.sequences)
+            statuses = {sequence.status for sequence in request.sequences}
+            assert statuses <= {SequenceStatus.WAITING, SequenceStatus.FINISHED}
         self.check_invariants()
 
     def check_invariants(self) -> None:
@@ -221,7 +287,8 @@ class Driver:
     def _check_lists(self) -> None:
         scheduler = self.scheduler
         running = scheduler._running
-        live = [sequence for request in scheduler._requests.values() for sequence in request.sequences]
+        known = [sequence for request in scheduler._requests.values() for sequence in request.sequences]
+        live = [sequence for sequence in known if sequence.status is not SequenceStatus.FINISHED]
         waiting = [sequence for sequence in live if sequence.status is not SequenceStatus.RUNNING]
         assert len(running) <= self.config.max_num_seqs
         assert running == sorted(running, key=lambda sequence: sequence.order)

@@ -13,7 +13,7 @@ def make_kv(num_blocks: int = 8, *, enable_prefix_caching: bool = True) -> KVCac
 
 def make_sequence(prompt: range, *, cache_salt: str = "", cache_bypass: bool = False) -> Sequence:
     submit = make_submit(1, prompt, cache_salt=cache_salt, cache_bypass=cache_bypass)
-    return make_request(submit, arrival=1, seq_id=1, max_model_len=100).sequences[0]
+    return make_request(submit, arrival=1, first_seq_id=1, max_model_len=100).sequences[0]
 
 
 def compute(kv: KVCacheManager, sequence: Sequence) -> None:

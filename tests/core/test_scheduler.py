@@ -5,11 +5,13 @@ Who gives way to whom is in test_scheduler_precedence.py, the interplay in test_
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from scheduler.core.request import Sequence
 from scheduler.core.scheduler import RequestNeverFitsError, Scheduler
-from scheduler.messages import EngineStats, FailureKind, FinishReason, SequenceOutput
+from scheduler.messages import EngineStats, FailureKind, FinishReason, SequenceOutput, SequenceStart
 from tests.core.driver import Driver, make_config, scheduled
 from tests.fakes import FakeRunner, make_submit, reference_output
 
@@ -131,11 +133,13 @@ def test_what_never_fits_is_refused_at_once(max_model_len: int, num_kv_blocks: i
     assert (len(answer.token_ids), answer.end) == (1, FinishReason.CONTEXT_LIMIT)
 
 
-def test_more_than_one_sequence_is_refused() -> None:
-    """n above 1 is named as not implemented, and leaves nothing behind."""
+@pytest.mark.parametrize("indexes", [(), (1, 0), (2, 2)])
+def test_sequences_must_be_told_apart(indexes: tuple[int, ...]) -> None:
+    """No sequences, or such as are not in ascending order, are a bug of the sender's, and leave nothing behind."""
     scheduler = Scheduler(make_config())
-    with pytest.raises(NotImplementedError, match="num_sequences is 2"):
-        scheduler.add_request(make_submit(1, [1], num_sequences=2))
+    submit = replace(make_submit(1, [1]), sequences=tuple(SequenceStart(index) for index in indexes))
+    with pytest.raises(ValueError, match="must be ascending"):
+        scheduler.add_request(submit)
     assert not scheduler.has_work
 
 
@@ -188,7 +192,7 @@ def test_resume_gives_what_would_have_followed() -> None:
 def test_resume_at_the_end(resume_token_ids: tuple[int, ...], prompt_len: int, expected: FinishReason) -> None:
     """A request whose resumed tokens already ended it is over at once: no step, no tokens, the reason."""
     scheduler = Scheduler(make_config(max_model_len=20))
-    output = scheduler.add_request(
+    outputs = scheduler.add_request(
         make_submit(
             1,
             range(prompt_len),
@@ -198,7 +202,7 @@ def test_resume_at_the_end(resume_token_ids: tuple[int, ...], prompt_len: int, e
             resume_token_ids=resume_token_ids,
         )
     )
-    assert output == SequenceOutput(1, 0, (), finish_reason=expected, num_cached_tokens=0)
+    assert outputs == (SequenceOutput(1, 0, (), finish_reason=expected, num_cached_tokens=0),)
     assert not scheduler.has_work
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from scheduler.core.scheduler import Scheduler
+from scheduler.messages import SequenceStart
 from tests.core.driver import Driver, make_config, scheduled
 from tests.fakes import make_submit
 
@@ -297,13 +298,14 @@ def test_lowering_wants_an_empty_batch() -> None:
 
 
 def test_output_tokens_are_told_while_a_request_lives() -> None:
-    """Resumed tokens count; a request that is unknown or over has no number."""
+    """Of each unfinished sequence, resumed ones included; None of a request that is unknown or over."""
     driver = Driver(make_config())
-    driver.submit(make_submit(1, [1], max_tokens=4, resume_token_ids=(5, 6)))
+    sequences = (SequenceStart(0, (5, 6)), SequenceStart(3, (5, 6, 7)))
+    driver.submit(make_submit(1, [1], max_tokens=4, sequences=sequences))
     counts = [driver.scheduler.num_output_tokens(1)]
     while driver.step() is not None:
         counts.append(driver.scheduler.num_output_tokens(1))
-    assert counts == [2, 3, None]
+    assert counts == [{0: 2, 3: 3}, {0: 3}, None]
     assert driver.scheduler.num_output_tokens(2) is None
 
 
@@ -315,7 +317,7 @@ def test_a_request_that_raises_leaves_no_trace() -> None:
     before = driver.scheduler.stats()
     breaks: tuple[dict[str, Any], ...] = (
         {"priority": None},
-        {"num_sequences": 2},
+        {"sequences": ()},
         {"prompt_token_ids": ()},
         {"stopping": None},
     )

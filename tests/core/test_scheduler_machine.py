@@ -6,6 +6,7 @@ The pools are so small that preemption and prefix hits are common, and a failed 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -28,11 +29,26 @@ prompts = st.builds(
     st.lists(st.integers(0, POISON_ID - 1), min_size=1, max_size=6),
 )
 priorities = st.sampled_from([0, 0, 0, -1, 5])
+
+
+def build_submit(
+    prompt: tuple[int, ...], is_poisoned: bool, max_tokens: int, num_prompt_logprobs: int | None, **options: Any
+) -> Submit:
+    """Without a single token to sample only where the prompt is scored."""
+    return make_submit(
+        0,
+        prompt + (POISON_ID,) * is_poisoned,
+        max_tokens=max_tokens if num_prompt_logprobs is not None else max(max_tokens, 1),
+        num_prompt_logprobs=num_prompt_logprobs,
+        **options,
+    )
+
+
 submits = st.builds(
-    lambda prompt, is_poisoned, **options: make_submit(0, prompt + (POISON_ID,) * is_poisoned, **options),
+    build_submit,
     prompt=prompts,
     is_poisoned=st.sampled_from([False] * 15 + [True]),
-    max_tokens=st.integers(1, 24),
+    max_tokens=st.integers(0, 24),
     min_tokens=st.integers(0, 24),
     eos_token_ids=st.sampled_from([(), (), (EOS_ID,)]),
     stop_token_ids=st.sampled_from([(), (), (STOP_ID, EOS_ID)]),
@@ -41,6 +57,7 @@ submits = st.builds(
     cache_salt=st.sampled_from(["", "", "salt"]),
     cache_bypass=st.sampled_from([False, False, False, True]),
     num_logprobs=st.sampled_from([None, None, 0]),
+    num_prompt_logprobs=st.sampled_from([None, None, None, 0]),
 )
 # Of the output tokens: none, the first few, or all of them.
 alone_untils = st.sampled_from([0, 0, 0, 0, 1, 3, 2**31])
@@ -81,8 +98,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             try:
                 self.driver.submit(replace(submit, request_id=self.next_request_id, alone_until=alone_until))
             except RequestNeverFitsError:
-                num_tokens = len(submit.prompt_token_ids) + len(submit.resume_token_ids)
-                assert num_tokens + 1 > self.driver.max_model_len
+                num_resumed = max(len(start.resume_token_ids) for start in submit.sequences)
+                assert len(submit.prompt_token_ids) + num_resumed + 1 > self.driver.max_model_len
             self.next_request_id += 1
 
     @rule(positions=st.lists(st.integers(0, 12), min_size=1, max_size=2))

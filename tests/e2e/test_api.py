@@ -236,7 +236,6 @@ def test_another_model_is_not_found(client: ReflectionClient, info: Any) -> None
 
 
 UNSUPPORTED: dict[str, dict[str, Any]] = {
-    "sampling.n": {"sampling": {"n": 2}},
     "output.prompt_logprobs": {"output": {"prompt_logprobs": 1}},
     "output.stream_interval": {"output": {"stream_interval": 2}},
     "guided": {"guided": {"json_object": True}},

@@ -26,6 +26,7 @@ from scheduler.messages import (
     RequestFailure,
     SamplingParams,
     SequenceOutput,
+    SequenceStart,
     Shutdown,
     StandingBy,
     StepOutputs,
@@ -44,7 +45,7 @@ MESSAGES: list[Message] = [
             temperature=0.5, seed=2**64 - 1, logit_bias=((3, -1.5), (4, math.inf)), allowed_token_ids=(1, 2)
         ),
         stopping=StoppingParams(max_tokens=2**31 - 1, eos_token_ids=(2,), stop_token_ids=(5, 6)),
-        resume_token_ids=(1, 2, 3),
+        sequences=(SequenceStart(0, (1, 2, 3)), SequenceStart(2)),
         priority=-100,
         cache_salt="salz",
         alone_until=4,

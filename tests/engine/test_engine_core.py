@@ -221,7 +221,7 @@ def test_what_ends_a_process_is_not_contained() -> None:
     assert world.runner.num_resets == 0
 
 
-@pytest.mark.parametrize("broken", [{"num_sequences": 2}, {"prompt_token_ids": ()}, {"priority": None}])
+@pytest.mark.parametrize("broken", [{"sequences": ()}, {"prompt_token_ids": ()}, {"priority": None}])
 def test_a_request_that_raises_on_arrival_fails_alone(broken: dict[str, Any]) -> None:
     """A bug met over one Submit fails that request with an incident id, which one log record tells; others run on."""
     world = World()

@@ -15,7 +15,7 @@ from typing import Any
 
 from scheduler import logs
 from scheduler.config import EngineConfig
-from scheduler.messages import SamplingParams, StoppingParams, Submit
+from scheduler.messages import SamplingParams, SequenceStart, StoppingParams, Submit
 from tests.service.fake_engine import Trigger
 
 ENGINE_CONFIG = EngineConfig(model="fake", num_threads=1)
@@ -30,7 +30,8 @@ def fake_engine(**flags: object) -> tuple[str, ...]:
 
 
 def submit(request_id: int, *prompt: int, max_tokens: int = 4, resume: tuple[int, ...] = ()) -> Submit:
-    return Submit(request_id, prompt or (1, 2), SamplingParams(), StoppingParams(max_tokens), resume)
+    sequences = (SequenceStart(0, resume),)
+    return Submit(request_id, prompt or (1, 2), SamplingParams(), StoppingParams(max_tokens), sequences)
 
 
 def poisoned(request_id: int, trigger: Trigger) -> Submit:

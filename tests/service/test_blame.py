@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.messages import SamplingParams, StoppingParams, Submit
+from scheduler.messages import SamplingParams, SequenceStart, StoppingParams, Submit
 from service.blame import LEFT_TTL_S, Blame, Suspect, Verdicts, _Memory
 
 SALT = b"s" * 16
@@ -39,7 +39,13 @@ _numbers = iter(range(1, 10**9))
 
 def submit(*prompt: int, alone_until: int = 0, resume: tuple[int, ...] = (), **sampling: object) -> Submit:
     params = SamplingParams(**sampling)  # type: ignore[arg-type]
-    return Submit(next(_numbers), prompt, params, StoppingParams(100), resume, alone_until=alone_until)
+    sequences = (SequenceStart(0, resume),)
+    return Submit(next(_numbers), prompt, params, StoppingParams(100), sequences, alone_until=alone_until)
+
+
+def in_step(request: Submit, num_outputs: int) -> Suspect:
+    """A request of one sequence in a dying step."""
+    return Suspect(request, num_outputs, was_alone=num_outputs < request.alone_until)
 
 
 def sent(blame: Blame, *prompt: int, engine: int = 0) -> Submit:
@@ -109,9 +115,9 @@ def test_a_fingerprint_tells_nothing_without_the_salt(clock: Clock) -> None:
 def test_nothing_of_a_prompt_is_kept(clock: Clock, blame: Blame) -> None:
     """Whatever happened, no Submit and no token id is in the memory: everything in it is a digest or a number."""
     secret = submit(77_777_777, alone_until=5)
-    blame.on_death(0, [Suspect(secret, 3)])
-    blame.on_left(secret, 3)
-    blame.on_death(0, [Suspect(secret, 3)])
+    blame.on_death(0, [in_step(secret, 3)])
+    blame.on_left(in_step(secret, 3))
+    blame.on_death(0, [in_step(secret, 3)])
     assert blame.is_poison(secret)
     memories = [memory for memory in vars(blame).values() if isinstance(memory, _Memory)]
     assert len(memories) == 4
@@ -133,7 +139,7 @@ def test_an_unknown_request_is_free(blame: Blame) -> None:
 def test_all_in_a_dying_step_are_suspects(blame: Blame) -> None:
     """Each must run alone until it is one token beyond what it had, and no other fingerprint must."""
     one, two = submit(1), submit(2, resume=(9, 9))
-    verdicts = blame.on_death(0, [Suspect(one, 0), Suspect(two, 7)])
+    verdicts = blame.on_death(0, [in_step(one, 0), in_step(two, 7)])
     assert verdicts == Verdicts(None, (one.request_id, two.request_id))
     assert blame.alone_until(submit(1)) == 1
     assert blame.alone_until(submit(2)) == 8
@@ -145,32 +151,32 @@ def test_all_in_a_dying_step_are_suspects(blame: Blame) -> None:
 def test_the_only_one_in_a_dying_step_is_a_suspect_not_a_killer(blame: Blame) -> None:
     """It was alone by chance: anybody may have sent the signal."""
     request = submit(1)
-    assert blame.on_death(0, [Suspect(request, 5)]) == Verdicts(None, (request.request_id,))
+    assert blame.on_death(0, [in_step(request, 5)]) == Verdicts(None, (request.request_id,))
     assert not blame.is_poison(request)
 
 
 def test_a_suspect_that_dies_alone_is_the_killer(blame: Blame) -> None:
     """It is refused, whoever sends it; the others are not."""
-    blame.on_death(0, [Suspect(submit(1), 5), Suspect(submit(2), 5)])
+    blame.on_death(0, [in_step(submit(1), 5), in_step(submit(2), 5)])
     suspect = sent(blame, 1)
     assert suspect.alone_until == 6
-    assert blame.on_death(0, [Suspect(suspect, 5)]) == Verdicts(suspect.request_id, ())
+    assert blame.on_death(0, [in_step(suspect, 5)]) == Verdicts(suspect.request_id, ())
     assert blame.is_poison(submit(1, seed=12345))
     assert not blame.is_poison(submit(2))
 
 
 def test_a_suspect_may_die_anywhere_before_its_place(blame: Blame) -> None:
     """Sent from its beginning, without what it had: alone it is all the way."""
-    blame.on_death(0, [Suspect(submit(1), 50)])
+    blame.on_death(0, [in_step(submit(1), 50)])
     suspect = sent(blame, 1)
-    assert blame.on_death(0, [Suspect(suspect, 0)]).killer_id == suspect.request_id
+    assert blame.on_death(0, [in_step(suspect, 0)]).killer_id == suspect.request_id
 
 
 def test_past_its_place_a_suspect_is_beside_others_again(blame: Blame) -> None:
     """If it dies there, though nobody had counted it cleared, that proves nothing."""
-    blame.on_death(0, [Suspect(submit(1), 5)])
+    blame.on_death(0, [in_step(submit(1), 5)])
     suspect = sent(blame, 1)
-    assert blame.on_death(0, [Suspect(suspect, 6)]).killer_id is None
+    assert blame.on_death(0, [in_step(suspect, 6)]).killer_id is None
     assert not blame.is_poison(suspect)
 
 
@@ -178,10 +184,10 @@ def test_past_its_place_a_suspect_is_beside_others_again(blame: Blame) -> None:
 def test_a_suspect_that_was_not_alone_after_all_is_no_killer(blame: Blame, is_other_known: bool) -> None:
     """By the count of the front end it was before its place; another request in the step, known or not, says that the
     engine had it further."""
-    blame.on_death(0, [Suspect(submit(1), 5)])
+    blame.on_death(0, [in_step(submit(1), 5)])
     suspect, other = sent(blame, 1), submit(2)
-    in_step = [Suspect(suspect, 5), Suspect(other, 1)][: 1 + is_other_known]
-    verdicts = blame.on_death(0, in_step, [] if is_other_known else [other.request_id])
+    step = [in_step(suspect, 5), in_step(other, 1)][: 1 + is_other_known]
+    verdicts = blame.on_death(0, step, [] if is_other_known else [other.request_id])
     assert verdicts.killer_id is None
     assert suspect.request_id in verdicts.suspect_ids
     assert not blame.is_poison(suspect)
@@ -191,7 +197,7 @@ def test_an_innocent_beside_others_is_never_a_killer(blame: Blame) -> None:
     """However many steps it was in that died: by accident, cleared in between or not."""
     for round_number in range(5):
         innocent = submit(1)
-        verdicts = blame.on_death(0, [Suspect(innocent, 3), Suspect(submit(2, round_number), 3)])
+        verdicts = blame.on_death(0, [in_step(innocent, 3), in_step(submit(2, round_number), 3)])
         assert verdicts.killer_id is None
         if round_number % 2:
             blame.cleared(dataclasses.replace(innocent, alone_until=blame.alone_until(innocent)))
@@ -200,28 +206,28 @@ def test_an_innocent_beside_others_is_never_a_killer(blame: Blame) -> None:
 
 def test_a_cleared_suspect_is_free(blame: Blame) -> None:
     """Past its place it is sent like any other, and its next death makes it a suspect, not a killer."""
-    blame.on_death(0, [Suspect(submit(1), 5)])
+    blame.on_death(0, [in_step(submit(1), 5)])
     suspect = sent(blame, 1)
     blame.cleared(suspect)
     assert blame.alone_until(submit(1)) == 0
     assert blame.trial_engine(submit(1)) is None
-    assert blame.on_death(0, [Suspect(submit(1), 40)]).killer_id is None
+    assert blame.on_death(0, [in_step(submit(1), 40)]).killer_id is None
 
 
 def test_a_copy_that_another_copy_has_cleared_is_no_killer(blame: Blame) -> None:
     """What one survived is no proof against the other, which was sent before that was known."""
-    blame.on_death(0, [Suspect(submit(1), 5)])
+    blame.on_death(0, [in_step(submit(1), 5)])
     first, second = sent(blame, 1), sent(blame, 1)
     blame.cleared(first)
-    assert blame.on_death(0, [Suspect(second, 5)]).killer_id is None
+    assert blame.on_death(0, [in_step(second, 5)]).killer_id is None
     assert blame.alone_until(second) > 0
 
 
 def test_a_copy_past_an_early_place_does_not_clear_a_later_one(blame: Blame) -> None:
     """Sent to run alone to token 6, it says nothing about a death at token 50."""
-    blame.on_death(0, [Suspect(submit(1), 5)])
+    blame.on_death(0, [in_step(submit(1), 5)])
     early = sent(blame, 1)
-    blame.on_death(1, [Suspect(submit(1), 50), Suspect(submit(2), 1)])
+    blame.on_death(1, [in_step(submit(1), 50), in_step(submit(2), 1)])
     blame.cleared(early)
     assert blame.alone_until(early) > 50
 
@@ -230,7 +236,7 @@ def test_a_replayed_copy_has_its_own_place_to_get_past(blame: Blame) -> None:
     """Of many streams with one prompt each was somewhere else when the engine died: what goes on where it was needs to
     be alone for one token; who begins anew, until it is where the furthest was."""
     early, late = submit(1), submit(1)
-    blame.on_death(0, [Suspect(early, 50), Suspect(late, 200), Suspect(submit(2), 1)])
+    blame.on_death(0, [in_step(early, 50), in_step(late, 200), in_step(submit(2), 1)])
     assert blame.alone_until(early) == 51
     assert blame.alone_until(late) == 201
     assert blame.alone_until(submit(1)) == 201
@@ -245,15 +251,15 @@ def test_a_replayed_copy_has_its_own_place_to_get_past(blame: Blame) -> None:
 def test_a_copy_at_its_own_place_is_proof(blame: Blame) -> None:
     """Dying there alone, it is the killer, though another copy was further."""
     early, late = submit(1), submit(1)
-    blame.on_death(0, [Suspect(early, 50), Suspect(late, 200)])
+    blame.on_death(0, [in_step(early, 50), in_step(late, 200)])
     replayed = dataclasses.replace(early, alone_until=51)
-    assert blame.on_death(0, [Suspect(replayed, 50)]).killer_id == early.request_id
+    assert blame.on_death(0, [in_step(replayed, 50)]).killer_id == early.request_id
 
 
 def test_who_was_never_suspected_clears_nothing(blame: Blame) -> None:
     """A copy that was running beside others all along is no witness."""
     unsuspected = submit(1)
-    blame.on_death(0, [Suspect(submit(1), 5)])
+    blame.on_death(0, [in_step(submit(1), 5)])
     blame.cleared(unsuspected)
     assert blame.alone_until(unsuspected) == 6
 
@@ -263,7 +269,7 @@ def test_the_place_moves_further_out_with_each_death(blame: Blame) -> None:
     one."""
     places = []
     for _ in range(6):
-        blame.on_death(0, [Suspect(submit(1), 10), Suspect(submit(1), 7)])
+        blame.on_death(0, [in_step(submit(1), 10), in_step(submit(1), 7)])
         places.append(blame.alone_until(submit(1)))
         blame.cleared(dataclasses.replace(submit(1), alone_until=places[-1]))
     assert places == [11, 12, 14, 18, 18, 18]
@@ -274,12 +280,12 @@ def test_the_place_moves_further_out_with_each_death(blame: Blame) -> None:
 
 def test_copies_of_a_suspect_follow_the_first_one(blame: Blame) -> None:
     """From the moment it is sent until its outcome is known, also when its caller leaves; others go where they like."""
-    blame.on_death(0, [Suspect(submit(1), 5)])
+    blame.on_death(0, [in_step(submit(1), 5)])
     assert blame.trial_engine(submit(1)) is None
     trial = sent(blame, 1, engine=2)
     assert blame.trial_engine(submit(1)) == 2
     assert blame.trial_engine(submit(2)) is None
-    blame.on_left(trial, 0)
+    blame.on_left(in_step(trial, 0))
     blame.on_death(1, [])
     assert blame.trial_engine(submit(1)) == 2
     blame.on_death(2, [])
@@ -290,12 +296,12 @@ def test_leaving_does_not_go_free(clock: Clock, blame: Blame) -> None:
     """A caller with a deadline shorter than the hang watch's is gone when its engine is killed: its request is a
     suspect all the same, and at its second death the killer."""
     poison = submit(1)
-    blame.on_left(poison, 3)
+    blame.on_left(in_step(poison, 3))
     clock.now_s += 10
     assert blame.on_death(0, [], [poison.request_id, 10**9]) == Verdicts(None, (poison.request_id,))
     again = sent(blame, 1)
     assert again.alone_until == 4
-    blame.on_left(again, 3)
+    blame.on_left(in_step(again, 3))
     clock.now_s += 10
     assert blame.on_death(0, [], [again.request_id]) == Verdicts(again.request_id, ())
     assert blame.is_poison(submit(1))
@@ -311,14 +317,14 @@ def test_what_is_in_a_stalled_step_is_a_suspect_before_the_death(blame: Blame) -
     """A copy sent while the first one's engine hangs runs alone, and its own death is proof; the stalled engine's is
     not. If the engine goes on, the copy gets through and nothing is left."""
     hung, innocent = submit(1), submit(2)
-    blame.on_left(hung, 3)
-    blame.on_stall([Suspect(innocent, 7)], [hung.request_id])
+    blame.on_left(in_step(hung, 3))
+    blame.on_stall([in_step(innocent, 7)], [hung.request_id])
     copy, other = sent(blame, 1, engine=1), sent(blame, 2, engine=1)
     assert (copy.alone_until, other.alone_until) == (4, 8)
     blame.cleared(other)
     assert blame.alone_until(innocent) == 0
-    assert blame.on_death(0, [Suspect(innocent, 7)], [hung.request_id]).killer_id is None
-    assert blame.on_death(1, [Suspect(copy, 3)]).killer_id == copy.request_id
+    assert blame.on_death(0, [in_step(innocent, 7)], [hung.request_id]).killer_id is None
+    assert blame.on_death(1, [in_step(copy, 3)]).killer_id == copy.request_id
 
 
 # The memory
@@ -327,28 +333,28 @@ def test_what_is_in_a_stalled_step_is_a_suspect_before_the_death(blame: Blame) -
 def test_suspicion_and_refusal_end(clock: Clock) -> None:
     """A suspect is forgotten after its time; a poison is then a suspect, whose very next death is proof again."""
     blame = Blame(clock, SALT, poison_ttl_s=100, suspect_ttl_s=50)
-    blame.on_death(0, [Suspect(submit(1), 5)])
+    blame.on_death(0, [in_step(submit(1), 5)])
     clock.now_s += 49
     assert blame.alone_until(submit(1)) == 6
     clock.now_s += 1
     assert blame.alone_until(submit(1)) == 0
-    blame.on_death(0, [Suspect(submit(1), 5)])
-    blame.on_death(0, [Suspect(sent(blame, 1), 5)])
+    blame.on_death(0, [in_step(submit(1), 5)])
+    blame.on_death(0, [in_step(sent(blame, 1), 5)])
     clock.now_s += 99
     assert blame.is_poison(submit(1))
     clock.now_s += 1
     assert not blame.is_poison(submit(1))
     again = sent(blame, 1)
     assert again.alone_until > 5
-    assert blame.on_death(0, [Suspect(again, 5)]).killer_id == again.request_id
+    assert blame.on_death(0, [in_step(again, 5)]).killer_id == again.request_id
     assert blame.is_poison(submit(1))
 
 
 def test_being_refused_does_not_prolong_it(clock: Clock) -> None:
     """A client that retries for ever is let in again when the time is over."""
     blame = Blame(clock, SALT, poison_ttl_s=100)
-    blame.on_death(0, [Suspect(submit(1), 5)])
-    blame.on_death(0, [Suspect(sent(blame, 1), 5)])
+    blame.on_death(0, [in_step(submit(1), 5)])
+    blame.on_death(0, [in_step(sent(blame, 1), 5)])
     for _ in range(99):
         clock.now_s += 1
         assert blame.is_poison(submit(1))
@@ -359,7 +365,7 @@ def test_being_refused_does_not_prolong_it(clock: Clock) -> None:
 def test_what_a_caller_left_is_forgotten(clock: Clock, blame: Blame) -> None:
     """Long after, the engine is not computing it any more."""
     poison = submit(1)
-    blame.on_left(poison, 3)
+    blame.on_left(in_step(poison, 3))
     clock.now_s += LEFT_TTL_S
     assert blame.on_death(0, [], [poison.request_id]) == Verdicts()
 
@@ -367,28 +373,28 @@ def test_what_a_caller_left_is_forgotten(clock: Clock, blame: Blame) -> None:
 def test_the_memory_is_bounded_and_keeps_what_is_asked_for(clock: Clock) -> None:
     """The fingerprint not seen for the longest goes first; a suspect sent before still convicts itself."""
     blame = Blame(clock, SALT, capacity=10)
-    blame.on_death(0, [Suspect(submit(1), 5)])
-    blame.on_death(0, [Suspect(submit(2), 5)])
+    blame.on_death(0, [in_step(submit(1), 5)])
+    blame.on_death(0, [in_step(submit(2), 5)])
     pushed_out = sent(blame, 2)
     for n in range(100, 200):
-        blame.on_death(0, [Suspect(submit(n), 5)])
+        blame.on_death(0, [in_step(submit(n), 5)])
         assert blame.alone_until(submit(1)) == 6
         assert len(blame._records) <= 10
-        blame.on_left(submit(n), 1)
+        blame.on_left(in_step(submit(n), 1))
         assert len(blame._left) <= 10
     assert blame.alone_until(submit(2)) == 0
-    assert blame.on_death(0, [Suspect(pushed_out, 5)]).killer_id == pushed_out.request_id
+    assert blame.on_death(0, [in_step(pushed_out, 5)]).killer_id == pushed_out.request_id
     for n in range(300, 400):
-        blame.on_death(0, [Suspect(submit(n), 0)])
-        blame.on_death(0, [Suspect(sent(blame, n), 0)])
+        blame.on_death(0, [in_step(submit(n), 0)])
+        blame.on_death(0, [in_step(sent(blame, n), 0)])
         assert len(blame._poisons) <= 10
     assert blame.is_poison(submit(399))
 
 
 def test_without_a_memory_no_digest_is_made(clock: Clock, blame: Blame, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server without deaths pays nothing, and neither does one whose last death is long ago."""
-    blame.on_death(0, [Suspect(submit(1), 5)])
-    blame.on_death(0, [Suspect(sent(blame, 1), 5)])
+    blame.on_death(0, [in_step(submit(1), 5)])
+    blame.on_death(0, [in_step(sent(blame, 1), 5)])
     clock.now_s += 10**6
 
     def forbidden(_: object) -> bytes:
@@ -478,7 +484,7 @@ class Server:
         for engine in self.engines:
             if stream in engine.running:
                 assert stream.submit is not None
-                self.blame.on_left(stream.submit, stream.num_outputs)
+                self.blame.on_left(in_step(stream.submit, stream.num_outputs))
                 stream.fate = "left"
                 engine.running.remove(stream)
 
@@ -491,7 +497,7 @@ class Server:
         gone = [s for s in step if s not in streams]
         verdicts = self.blame.on_death(
             engine.index,
-            [Suspect(s.submit, s.num_outputs) for s in here if s.submit is not None],
+            [in_step(s.submit, s.num_outputs) for s in here if s.submit is not None],
             [s.submit.request_id for s in gone if s.submit is not None],
         )
         for stream in streams:

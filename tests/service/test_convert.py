@@ -9,7 +9,7 @@ import pytest
 from google.protobuf.json_format import ParseDict
 
 from emberline.v1 import inference_pb2, tokenizer_pb2
-from scheduler.messages import FinishReason, TokenLogprobs
+from scheduler.messages import FinishReason, SequenceStart, TokenLogprobs
 from service import convert
 from service.errors import FieldViolation, InvalidRequestError, UnknownModelError, UnsupportedOptionError
 from service.request import (
@@ -128,7 +128,7 @@ def test_every_field_arrives() -> None:
     submit = convert.to_submit(request, engine_request_id=5, prompt_token_ids=[8, 9], eos_token_ids=[2], limits=LIMITS)
     assert submit.request_id == 5
     assert submit.prompt_token_ids == (8, 9)
-    assert submit.resume_token_ids == (1, 2)
+    assert submit.sequences == (SequenceStart(0, (1, 2)),)
     assert (submit.priority, submit.cache_salt, submit.cache_bypass) == (-100, "s" * 128, True)
     sampling = submit.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.5, 0.25, 3, 0.125)
@@ -214,6 +214,8 @@ def test_the_smallest_floats_do_no_harm() -> None:
         ({"sampling": {"repetitionPenalty": 0}}, "sampling.repetition_penalty"),
         ({"sampling": {"n": 0}}, "sampling.n"),
         ({"sampling": {"n": -1}}, "sampling.n"),
+        ({"sampling": {"n": 17}}, "sampling.n"),
+        ({"sampling": {"n": 2}, "resumeTokenIds": [1]}, "resume_token_ids"),
         ({"sampling": {"logitBias": {"100": 1}}}, "sampling.logit_bias[100]"),
         ({"sampling": {"logitBias": {"1": 100.5}}}, "sampling.logit_bias[1]"),
         ({"sampling": {"allowedTokenIds": [1, 1]}}, "sampling.allowed_token_ids"),
@@ -294,8 +296,6 @@ def test_a_list_full_of_bad_ids_makes_a_short_answer() -> None:
 @pytest.mark.parametrize(
     ("fields", "option"),
     [
-        ({"sampling": {"n": 2}}, "sampling.n above 1"),
-        ({"sampling": {"n": 10**6}}, "sampling.n above 1"),
         ({"output": {"promptLogprobs": 0}}, "output.prompt_logprobs"),
         ({"output": {"promptLogprobs": 1}, "stopping": {"maxTokens": 0}}, "output.prompt_logprobs"),
         ({"output": {"streamInterval": 2}}, "output.stream_interval above 1"),

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.messages import SamplingParams, StoppingParams, Submit
+from scheduler.messages import SamplingParams, SequenceStart, StoppingParams, Submit
 from service.router import RUN_TOKENS, Candidate, Router
 
 BOTH = (Candidate(0), Candidate(1))
@@ -60,10 +60,13 @@ def test_outputs_and_ends_make_room() -> None:
 def test_resumed_tokens_are_computed_but_not_produced_again() -> None:
     """And each sequence of a request produces its own."""
     router = Router(2)
-    router.on_sent(0, submit(1, (1,) * 50, max_tokens=20, resume_token_ids=(7,) * 15))
+    router.on_sent(0, submit(1, (1,) * 50, max_tokens=20, sequences=(SequenceStart(0, (7,) * 15),)))
     assert router.num_outstanding_tokens(0) == 50 + 15 + 5
-    router.on_sent(1, submit(2, (1,) * 50, max_tokens=20, num_sequences=3))
-    assert router.num_outstanding_tokens(1) == 50 + 60
+    router.on_sent(
+        1,
+        submit(2, (1,) * 50, max_tokens=20, sequences=(SequenceStart(0), SequenceStart(1), SequenceStart(3, (7,) * 5))),
+    )
+    assert router.num_outstanding_tokens(1) == 50 + 5 + 20 + 20 + 15
 
 
 def test_a_prefix_attracts_as_long_as_it_is_worth_the_imbalance() -> None:

@@ -12,7 +12,7 @@ import random
 from dataclasses import dataclass, field, replace
 
 from scheduler.core.scheduler import RequestNeverFitsError
-from scheduler.messages import FailureKind, Submit
+from scheduler.messages import Submit
 from tests.core.driver import Driver, make_config
 from tests.fakes import FakeClock, make_submit
 
@@ -164,7 +164,7 @@ class Simulation:
             num_requests=len(self.callers),
             num_refused=self._num_refused,
             num_aborted=sum(answer.is_aborted for answer in answers.values()),
-            num_failed=sum(isinstance(answer.end, FailureKind) for answer in answers.values()),
+            num_failed=sum(answer.failure is not None for answer in answers.values()),
             num_steps=len(self.driver.plans),
             num_failed_steps=self._num_failed_steps,
             num_preemptions=stats.num_preemptions_total,
