@@ -56,6 +56,22 @@ def driver(llama: ModelRunner) -> Driver:
     return Driver(llama)
 
 
+def unpack(packed: PackedLogprobs) -> list[TokenLogprobs]:
+    """What it holds of each position."""
+    num, top = len(packed), packed.num_top
+    assert len(packed.ranks) == num
+    assert len(packed.top_token_ids) == len(packed.top_logprobs) == num * top
+    return [
+        TokenLogprobs(
+            packed.logprobs[place],
+            packed.ranks[place],
+            tuple(packed.top_token_ids[place * top : (place + 1) * top]),
+            tuple(packed.top_logprobs[place * top : (place + 1) * top]),
+        )
+        for place in range(num)
+    ]
+
+
 class Collector:
     """Steps a driver and strings together what the steps say of each prompt."""
 
@@ -70,8 +86,8 @@ class Collector:
             else:
                 self.packed[seq_id] = part
 
-    def scores(self, seq_id: int) -> tuple[TokenLogprobs, ...]:
-        return self.packed[seq_id].unpack()
+    def scores(self, seq_id: int) -> list[TokenLogprobs]:
+        return unpack(self.packed[seq_id])
 
 
 def assert_scores(directory: str, prompt: Sequence[int], scores: Sequence[TokenLogprobs], num_top: int) -> None:
@@ -200,7 +216,7 @@ def test_a_row_that_is_not_finite_fails_its_own_request(model_dir: ModelDir) -> 
     assert list(result.non_finite_seq_ids) == [2]
     assert set(result.prompt_logprobs) == {1, 3}
     for seq_id in (1, 3):
-        assert_scores(model_dir("llama"), prompts[seq_id], result.prompt_logprobs[seq_id].unpack(), 2)
+        assert_scores(model_dir("llama"), prompts[seq_id], unpack(result.prompt_logprobs[seq_id]), 2)
 
 
 def test_a_step_that_fails_while_it_is_scored_leaves_nothing_behind(
@@ -238,7 +254,7 @@ def test_more_best_tokens_than_there_are_tokens_are_all_of_them(driver: Driver) 
     """A vocabulary smaller than the wish gives each position the whole of it."""
     driver.add(1, random_ids(3, 3), scoring(10**6))
     (packed,) = driver.step({1: 3}).prompt_logprobs.values()
-    assert [len(score.top_token_ids) for score in packed.unpack()] == [VOCAB_SIZE] * 2
+    assert [len(score.top_token_ids) for score in unpack(packed)] == [VOCAB_SIZE] * 2
 
 
 def test_the_largest_step_is_measured_with_scored_prompts(model_dir: ModelDir, monkeypatch: pytest.MonkeyPatch) -> None:
