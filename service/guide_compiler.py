@@ -18,6 +18,7 @@ process.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import hashlib
 import secrets
 from collections import OrderedDict, deque
@@ -218,7 +219,8 @@ class GuideCompiler:
             assert self._config is not None, "guides are let in once an engine is ready"
             self._is_ready = False
             try:
-                self._child = self._start_child(self._on_message, self._on_lost)
+                # In no call's context, or the process's own log lines would bear the first caller's name.
+                self._child = contextvars.Context().run(self._start_child, self._on_message, self._on_lost)
             except OSError as error:
                 self._fail_all(f"cannot start the process: {error.strerror}")
                 return

@@ -80,8 +80,9 @@ class Channel:
             self._outbox += encode(message)
             self._flush()
 
-    def wait(self) -> None:
-        """Sleep until something arrives or some of the outbox can leave; if congested, only until the latter.
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Sleep until something arrives or some of the outbox can leave; if congested, only until the latter. No longer
+        than `timeout_s`.
 
         Raises:
             FrontEndGoneError: the other end is closed.
@@ -90,7 +91,7 @@ class Channel:
             return
         readable = 0 if self.is_congested else select.POLLIN
         writable = select.POLLOUT if self._outbox else 0
-        if self._poll(readable | writable) & ~select.POLLIN:  # room, or a hang-up that the write will tell
+        if self._poll(readable | writable, timeout_s) & ~select.POLLIN:  # room, or a hang-up that the write will tell
             with self._lock:
                 self._flush()
 

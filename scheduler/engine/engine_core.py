@@ -42,6 +42,10 @@ class Runner(Protocol):
         """Compute one step. If it raises an `Exception`, `reset` and `probe` come next."""
         ...
 
+    def is_guide_ready(self, guide: bytes, eos_token_ids: tuple[int, ...]) -> bool:
+        """Whether a request with this guide would make no step wait. If not, its reading has begun: ask again."""
+        ...
+
     def reset(self) -> None:
         """Forget every sequence, whatever state a failed step left them in; KV blocks keep what is in them."""
         ...
@@ -75,6 +79,8 @@ class EngineCore:
         self._recorder = recorder
         self._containment = Containment(scheduler)
         self._submits_waiting: list[Submit] = []
+        self._held_up: list[Submit] = []
+        """Those whose guides are being read."""
         self._outputs: list[SequenceOutput] = []
         self._failures: list[RequestFailure] = []
         self._stats_sent = EngineStats()
@@ -84,7 +90,15 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """True if a step would compute something."""
-        return bool(self._submits_waiting) or self._scheduler.has_work or self._containment.is_isolating
+        return (
+            bool(self._submits_waiting or self._held_up) or self._scheduler.has_work or self._containment.is_isolating
+        )
+
+    @property
+    def is_held_up(self) -> bool:
+        """True if all there is to do waits for guides to be read, so that a step would compute nothing yet."""
+        is_busy = self._submits_waiting or self._scheduler.has_work or self._containment.is_isolating
+        return bool(self._held_up) and not is_busy
 
     def step(self) -> StepOutputs | None:
         """Make one step over whatever there is to do.
@@ -166,10 +180,15 @@ class EngineCore:
                     raise TypeError(f"an engine is not told {type(message).__name__}")
         if aborted:
             self._submits_waiting = [s for s in self._submits_waiting if s.request_id not in aborted]
+            self._held_up = [s for s in self._held_up if s.request_id not in aborted]
             self._scheduler.abort(aborted)
 
     def _submit_waiting(self) -> None:
-        for submit in self._submits_waiting:
+        held_up: list[Submit] = []
+        for submit in self._held_up + self._submits_waiting:
+            if submit.guide and not self._runner.is_guide_ready(submit.guide, submit.stopping.eos_token_ids):
+                held_up.append(submit)
+                continue
             try:
                 outputs = self._scheduler.add_request(submit)
             except RequestNeverFitsError:
@@ -181,6 +200,7 @@ class EngineCore:
                 self._failures.append(RequestFailure(submit.request_id, FailureKind.INTERNAL, incident_id))
             else:
                 self._outputs += outputs  # of sequences whose resumed tokens were already all there is
+        self._held_up = held_up
         self._submits_waiting.clear()
 
     def _collect(self) -> StepOutputs | None:

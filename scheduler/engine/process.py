@@ -50,6 +50,8 @@ MESSAGE_BYTES_MAX = 2048
 TRACEBACK_CHARS_MAX = 16 * 1024
 LAST_WORDS_TIMEOUT_S = 1.0
 LOG_FLUSH_TIMEOUT_S = 0.1
+HELD_UP_POLL_S = 0.01
+"""While a thread reads what the only requests need."""
 STACKS_SIGNAL = signal.SIGUSR1
 _PR_SET_PDEATHSIG = 1
 
@@ -187,6 +189,9 @@ def _run(core: EngineCore, channel: Channel, recorder: FlightRecorder) -> None:
         if not core.has_work or channel.is_congested:
             recorder.enter(Phase.IDLE, recorder.step_id)
             channel.wait()
+        elif core.is_held_up:
+            recorder.enter(Phase.IDLE, recorder.step_id)
+            channel.wait(HELD_UP_POLL_S)
 
 
 class _FatalBoundary:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from scheduler.core.output import NewSequence, SequenceFailure, StepPlan
 from scheduler.messages import SamplingParams
 from scheduler.model import kv_cache
-from scheduler.model.guided.matcher import GuidedSequence, OpenGuide, no_guides
+from scheduler.model.guided.matcher import EveryToken, GuidedSequence, Guides
 from scheduler.model.noise import position_keys, sequence_key
 from scheduler.model.sampler import BiasList, GuideMask, PenaltyList, SamplingRows, TokenList
 
@@ -146,12 +146,14 @@ class InputBatch:
         max_model_len: int,
         block_size: int,
         vocab_size: int,
-        open_guide: OpenGuide = no_guides,
+        guides: Guides | None = None,
     ) -> None:
-        """`max_num_seqs` sizes the arrays at first; preempted sequences beyond it make them grow."""
+        """`max_num_seqs` sizes the arrays at first; preempted sequences beyond it make them grow. Without `guides` all
+        allow every token.
+        """
         self.block_size = block_size
         self._vocab_size = vocab_size
-        self._open_guide = open_guide
+        self.guides: Guides = guides or EveryToken()
         # One past the limit: a sequence that reaches it may have one more token sampled.
         self._max_num_tokens = max_model_len + 1
         max_num_blocks = -(-self._max_num_tokens // block_size)
@@ -251,7 +253,7 @@ class InputBatch:
             stop_ids=stop_ids[(stop_ids >= 0) & (stop_ids < self._vocab_size)],
             token_counts=TokenCounts(prompt_ids, output_ids) if has_penalties(sampling) else None,
             guided=(
-                GuidedSequence(self._open_guide, new.guide, new.stopping.eos_token_ids, len(output_ids))
+                GuidedSequence(self.guides, new.guide, new.stopping.eos_token_ids, len(output_ids))
                 if new.guide
                 else None
             ),

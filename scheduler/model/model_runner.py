@@ -122,6 +122,10 @@ class ModelRunner:
         finally:
             self._projection.drop()
 
+    def is_guide_ready(self, guide: bytes, eos_token_ids: tuple[int, ...]) -> bool:
+        """Whether a sequence with this guide would make no step wait; if not, what it takes has begun."""
+        return self._batch.guides.is_ready(guide, eos_token_ids)
+
     def reset(self) -> None:
         """Forgets every sequence. The pools keep their contents: what earlier steps computed stays good."""
         self._batch.reset()

@@ -29,7 +29,7 @@ from scheduler.messages import SamplingParams, StoppingParams
 from scheduler.model.attention.base import AttentionBackend
 from scheduler.model.attention.registry import choose_backend, preload_backend
 from scheduler.model.families import unsupported
-from scheduler.model.guided.matcher import EveryToken, Guides, OpenGuide
+from scheduler.model.guided.matcher import CompiledGuides, Guides
 from scheduler.model.input_batch import InputBatch
 from scheduler.model.kv_cache import PagedKVCache, num_bytes_per_block
 from scheduler.model.loader import HostModel, LoadedModel, examine, load_weights, use_threads
@@ -103,7 +103,7 @@ class PreparedModel:
                 num_kv_blocks,
                 assembly.loaded.max_model_len,
                 profile.step_s_per_token,
-                Guides(self._config.model, self._config.revision, assembly.loaded.vocab_size),
+                CompiledGuides(self._config.model, self._config.revision, assembly.loaded.vocab_size),
             )
         except (RuntimeError, MemoryError):  # torch's out-of-memory errors are RuntimeErrors
             raise StartupError(f"the KV pool of {num_kv_blocks} blocks does not fit into memory") from None
@@ -144,10 +144,10 @@ class _Assembly:
         num_kv_blocks: int,
         max_model_len: int,
         step_s_per_token: float = 0.0,
-        open_guide: OpenGuide = EveryToken,
+        guides: Guides | None = None,
     ) -> ModelRunner:
-        """A runner with a pool and a batch of its own; weights and attention are shared. Its guides hold nothing back
-        unless one that opens real ones is given.
+        """A runner with a pool and a batch of its own; weights and attention are shared. Without `guides` all allow
+        every token.
         """
         loaded, backend = self.loaded, self.backend
         max_model_len = min(max_model_len, num_kv_blocks * backend.block_size)
@@ -162,7 +162,7 @@ class _Assembly:
                 max_model_len=max_model_len,
                 block_size=backend.block_size,
                 vocab_size=loaded.vocab_size,
-                open_guide=open_guide,
+                guides=guides,
             ),
             info=RunnerInfo(
                 model_type=loaded.model_type,

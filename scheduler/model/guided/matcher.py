@@ -5,20 +5,22 @@ becomes of a request whose guide cannot be followed. What must not: the batch (`
 compilation (`compiler.py`, in another process).
 
 A matcher is brought up to its sequence's output each time it is asked, so it does not matter whether those tokens were
-sampled here, resumed by the caller, or replayed after an engine's death. Nothing is read or imported before the first
-guided sequence is sampled; that one waits for it, and so does the step it is in.
+sampled here, resumed by the caller, or replayed after an engine's death.
+
+The library, the vocabulary and each compiled guide are read in a thread beside the engine's loop, at the first request
+that needs them; that one is not let in before (`is_ready`), and no step waits. The library lets go of the interpreter
+meanwhile.
 
 Whatever goes wrong in one matcher is that request's failure and never an exception of the step.
 """
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 import time
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
 import numpy as np
@@ -54,56 +56,96 @@ class Guide(Protocol):
         ...
 
 
-OpenGuide = Callable[[bytes, tuple[int, ...]], Guide]
-"""A new matcher for a compiled guide and the end-of-sequence ids. Raises whatever is wrong with them."""
+class Guides(Protocol):
+    """Opens the guides of one batch."""
+
+    def is_ready(self, guide: bytes, eos_token_ids: tuple[int, ...]) -> bool:
+        """False while `open` would have to read first; the reading has then begun."""
+        ...
+
+    def open(self, guide: bytes, eos_token_ids: tuple[int, ...]) -> Guide:
+        """A new matcher at the beginning of the guide. Raises whatever is wrong with it."""
+        ...
 
 
-class Guides:
-    """Opens guides for one model. Its vocabulary is read at the first one."""
+class CompiledGuides:
+    """`Guides` for one model. All methods belong to one thread; reading is done in another."""
+
+    def __init__(self, model: str, revision: str | None, vocab_size: int) -> None:
+        self._reader = GuideReader(model, revision, vocab_size)
+        self._executor: ThreadPoolExecutor | None = None
+        self._being_read: dict[_Key, Future[Any]] = {}
+        self._compiled: OrderedDict[_Key, Any] = OrderedDict()
+        self._cached_bytes = 0
+
+    def is_ready(self, guide: bytes, eos_token_ids: tuple[int, ...]) -> bool:
+        """See `Guides`."""
+        key = (guide, eos_token_ids)
+        if key in self._compiled:
+            self._compiled.move_to_end(key)
+            return True
+        return self._read(key).done()
+
+    def open(self, guide: bytes, eos_token_ids: tuple[int, ...]) -> Guide:
+        """See `Guides`. Waits where `is_ready` would be false."""
+        import xgrammar  # noqa: PLC0415 - half a second that only those pay who use a guide
+
+        key = (guide, eos_token_ids)
+        if key not in self._compiled:
+            reading = self._read(key)
+            try:
+                self._keep(key, reading.result())
+            finally:
+                del self._being_read[key]
+        return _XGrammarGuide(xgrammar.GrammarMatcher(self._compiled[key]))
+
+    def _read(self, key: _Key) -> Future[Any]:
+        if key not in self._being_read:
+            if self._executor is None:
+                self._executor = ThreadPoolExecutor(1, thread_name_prefix="guides")
+            self._being_read[key] = self._executor.submit(self._reader.read, *key)
+        return self._being_read[key]
+
+    def _keep(self, key: _Key, compiled: Any) -> None:
+        self._compiled[key] = compiled
+        self._cached_bytes += compiled.memory_size_bytes
+        while self._cached_bytes > CACHE_BYTES_MAX and len(self._compiled) > 1:
+            _, oldest = self._compiled.popitem(last=False)
+            self._cached_bytes -= oldest.memory_size_bytes
+
+
+_Key = tuple[bytes, tuple[int, ...]]
+"""A compiled guide and the end-of-sequence ids. Bytes remember their hash, and many hold the very same object."""
+
+
+class GuideReader:
+    """Turns bytes back into a compiled grammar; what that takes is imported and read at the first one."""
 
     def __init__(self, model: str, revision: str | None, vocab_size: int) -> None:
         self._model = model
         self._revision = revision
         self._vocab_size = vocab_size
         self._vocabulary: list[bytes] | None = None
-        self._info_of: dict[tuple[int, ...], Any] = {}
-        self._compiled: OrderedDict[bytes, Any] = OrderedDict()
-        self._cached_bytes = 0
+        self._info: tuple[tuple[int, ...], Any] | None = None
 
-    def __call__(self, guide: bytes, eos_token_ids: tuple[int, ...]) -> Guide:
-        """An `OpenGuide`."""
-        import xgrammar  # noqa: PLC0415 - half a second that only those pay who use a guide
-
-        return _XGrammarGuide(xgrammar.GrammarMatcher(self._read(guide, eos_token_ids)))
-
-    def _read(self, guide: bytes, eos_token_ids: tuple[int, ...]) -> Any:
+    def read(self, guide: bytes, eos_token_ids: tuple[int, ...]) -> Any:
+        """The compiled grammar. Raises whatever is wrong with the bytes, or with the model's files."""
         import xgrammar  # noqa: PLC0415 - see above
 
-        key = hashlib.blake2b(repr(eos_token_ids).encode() + guide, digest_size=16).digest()
-        if key in self._compiled:
-            self._compiled.move_to_end(key)
-            return self._compiled[key]
         unpacker = zlib.decompressobj()
         serialised = unpacker.decompress(guide, GUIDE_BYTES_MAX)
         if not unpacker.eof:
             raise ValueError("a compiled guide is cut short, or too long")
-        compiled = xgrammar.CompiledGrammar.deserialize_json(serialised.decode(), self._info(eos_token_ids))
-        self._compiled[key] = compiled
-        self._cached_bytes += compiled.memory_size_bytes
-        while self._cached_bytes > CACHE_BYTES_MAX and len(self._compiled) > 1:
-            _, oldest = self._compiled.popitem(last=False)
-            self._cached_bytes -= oldest.memory_size_bytes
-        return compiled
+        return xgrammar.CompiledGrammar.deserialize_json(serialised.decode(), self._info_for(eos_token_ids))
 
-    def _info(self, eos_token_ids: tuple[int, ...]) -> Any:
+    def _info_for(self, eos_token_ids: tuple[int, ...]) -> Any:
         from scheduler.model.guided.vocabulary import read_vocabulary, tokenizer_info  # noqa: PLC0415 - see above
 
-        if eos_token_ids not in self._info_of:
-            if self._vocabulary is None:
-                self._vocabulary = read_vocabulary(self._model, self._revision, self._vocab_size)
-            self._info_of.clear()  # a server has one set of them
-            self._info_of[eos_token_ids] = tokenizer_info(self._vocabulary, eos_token_ids)
-        return self._info_of[eos_token_ids]
+        if self._vocabulary is None:
+            self._vocabulary = read_vocabulary(self._model, self._revision, self._vocab_size)
+        if self._info is None or self._info[0] != eos_token_ids:  # a server has one set of them
+            self._info = eos_token_ids, tokenizer_info(self._vocabulary, eos_token_ids)
+        return self._info[1]
 
 
 class _XGrammarGuide:
@@ -122,10 +164,13 @@ class _XGrammarGuide:
 
 
 class EveryToken:
-    """A guide that allows every token: what a mask costs can be measured with it."""
+    """A guide that allows every token, and `Guides` that open no other: what masks cost can be measured with it."""
 
-    def __init__(self, _guide: bytes, _eos_token_ids: tuple[int, ...]) -> None:
-        pass
+    def is_ready(self, guide: bytes, eos_token_ids: tuple[int, ...]) -> bool:  # noqa: ARG002 - of a protocol
+        return True
+
+    def open(self, guide: bytes, eos_token_ids: tuple[int, ...]) -> Guide:  # noqa: ARG002 - of a protocol
+        return self
 
     def follow(self, output_ids: Int32Array) -> None:
         pass
@@ -134,17 +179,12 @@ class EveryToken:
         bitmask[row] = -1
 
 
-def no_guides(_guide: bytes, _eos_token_ids: tuple[int, ...]) -> Guide:
-    """For a batch that is given none."""
-    raise NotImplementedError("this batch opens no guides")
-
-
 class GuidedSequence:
     """The guide of one sequence, opened at its first use."""
 
-    def __init__(self, open_guide: OpenGuide, guide: bytes, eos_token_ids: tuple[int, ...], num_given: int) -> None:
+    def __init__(self, guides: Guides, guide: bytes, eos_token_ids: tuple[int, ...], num_given: int) -> None:
         """`num_given`: output tokens that it came with; that they follow the guide is only the caller's word."""
-        self._open_guide = open_guide
+        self._guides = guides
         self._guide = guide
         self._eos_token_ids = eos_token_ids
         self._num_given = num_given
@@ -154,7 +194,7 @@ class GuidedSequence:
         """What may come after `output_ids`, into row `row` of the mask; or why there is no telling."""
         try:
             if self._matcher is None:
-                self._matcher = self._open_guide(self._guide, self._eos_token_ids)
+                self._matcher = self._guides.open(self._guide, self._eos_token_ids)
                 self._matcher.follow(output_ids[: self._num_given])
         except GuideMismatchError:
             return SequenceFailure(FailureKind.BAD_GUIDE)
