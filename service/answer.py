@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from emberline.v1 import inference_pb2
-from scheduler.messages import FinishReason, SequenceOutput, Submit, TokenLogprobs
+from scheduler.messages import FinishReason, PromptLogprobs, SequenceOutput, Submit, TokenLogprobs
 from service import convert
 from service.account import Account
 from service.request import GenerateRequest
@@ -52,7 +52,8 @@ class Answer:
     ) -> inference_pb2.GenerateResponse | None:
         """The message for some new tokens of one sequence, or None if there is nothing to say yet."""
         sequence = self.sequences[index]
-        pushed = sequence.text.push(token_ids, reason)
+        # Resumed tokens with a stop string are all there is; only their prompt is still of interest.
+        pushed = sequence.text.resumed or sequence.text.push(token_ids, reason)
         kept = token_ids[: pushed.num_kept_tokens]
         self.account.num_output_tokens += len(kept)
         message = sequence.held_back or inference_pb2.GenerateResponse(request_id=self.account.label, index=index)
@@ -66,7 +67,9 @@ class Answer:
         if pushed.finish_reason is not None:
             output = kept or self.submit.sequences[index].resume_token_ids
             self._finish(message, sequence, pushed.finish_reason, pushed.matched_stop, output[-1] if output else None)
-        elif sequence.num_held_back < self.request.output.stream_interval or not (message.text or message.tokens):
+        elif not message.HasField("prompt") and (
+            sequence.num_held_back < self.request.output.stream_interval or not (message.text or message.tokens)
+        ):
             sequence.held_back = message
             return None
         sequence.num_held_back = 0
@@ -83,10 +86,10 @@ class Answer:
 
     def over_before_it_began(self) -> inference_pb2.GenerateResponse | None:
         """The only message of a call whose resumed tokens hold a stop string, else None. Of every other end that they
-        had reached the engine tells.
+        had reached the engine tells, and of this one too where it has the prompt to score.
         """
         resumed = self.sequences[0].text.resumed
-        if resumed is None or resumed.finish_reason is None:
+        if resumed is None or resumed.finish_reason is None or self.submit.sampling.num_prompt_logprobs is not None:
             return None
         message = inference_pb2.GenerateResponse(request_id=self.account.label)
         self._finish(message, self.sequences[0], resumed.finish_reason, resumed.matched_stop, None)
@@ -118,6 +121,16 @@ class Answer:
             message.prompt.count = self.account.num_prompt_tokens
             message.prompt.cached = self.account.num_cached_tokens
             message.prompt.seed = self.submit.sampling.seed
+
+    def take_prompt(self, scores: PromptLogprobs) -> Iterator[None]:
+        """Make the prompt's tokens part of the first message, some with each step: see `convert.prompt_tokens`."""
+        message = inference_pb2.GenerateResponse(request_id=self.account.label)
+        for part in convert.prompt_tokens(self.submit.prompt_token_ids, scores):
+            message.prompt.tokens.extend(part)
+            yield
+        # An engine tells it with the very first output, and that is sequence 0's.
+        assert self.is_first
+        self.sequences[0].held_back = message
 
     def assemble(self, outputs: Sequence[SequenceOutput]) -> Iterator[inference_pb2.GenerateResponse]:
         """One message per sequence for all that has come."""

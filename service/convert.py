@@ -10,7 +10,7 @@ A violation names the field and its bounds. It never repeats what the caller sen
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
@@ -21,13 +21,14 @@ from scheduler.guide_messages import GuideKind, GuideSource
 from scheduler.messages import (
     GREEDY_TEMPERATURE,
     FinishReason,
+    PromptLogprobs,
     SamplingParams,
     SequenceStart,
     StoppingParams,
     Submit,
     TokenLogprobs,
 )
-from service.errors import FieldViolation, InvalidRequestError, UnknownModelError, UnsupportedOptionError
+from service.errors import FieldViolation, InvalidRequestError, UnknownModelError
 from service.request import (
     CACHE_SALT_BYTES_MAX,
     INT32_MAX,
@@ -50,6 +51,7 @@ from service.request import (
 TOP_P_MIN = 1e-6
 """A smaller one keeps the best token alone, as this does; single precision would make it 0, which keeps none."""
 NUM_VIOLATIONS_PER_LIST_MAX = 4
+PROMPT_ENTRIES_PER_PART = 2048
 _GUIDE_KINDS = {"json_schema": GuideKind.JSON_SCHEMA, "regex": GuideKind.REGEX, "grammar": GuideKind.GRAMMAR}
 CHARACTERS_PER_TOKEN = 4
 """Of usual text, about."""
@@ -68,7 +70,6 @@ class _Check:
 
     def __init__(self) -> None:
         self.violations: list[FieldViolation] = []
-        self.unsupported: list[str] = []
 
     def fail(self, field: str, description: str) -> None:
         self.violations.append(FieldViolation(field, description))
@@ -114,16 +115,10 @@ class _Check:
         self.that(bool(valid), field, "must be a positive duration")
         return float(seconds + nanos / 1e9)
 
-    def unless(self, is_supported: bool, option: str) -> None:
-        if not is_supported:
-            self.unsupported.append(option)
-
     def settle(self) -> None:
-        """Raises InvalidRequestError or UnsupportedOptionError if there is reason to."""
+        """Raises InvalidRequestError if there is reason to."""
         if self.violations:
             raise InvalidRequestError(self.violations)
-        if self.unsupported:
-            raise UnsupportedOptionError(self.unsupported)
 
 
 def generate_request(
@@ -136,7 +131,7 @@ def generate_request(
 ) -> GenerateRequest:
     """`draw_seed` is called if the request is valid and has no seed.
 
-    Raises UnknownModelError, InvalidRequestError, UnsupportedOptionError.
+    Raises UnknownModelError, InvalidRequestError.
     """
     check_model(message.model, served_model_name)
     check = _Check()
@@ -155,7 +150,7 @@ def generate_request(
         num_sequences = check.integer("sampling.n", message.sampling.n, 1, limits.max_sequences)
         if num_sequences > 1 and resume_token_ids:
             check.fail("resume_token_ids", "only with one sequence: they do not say whose they are")
-    output = _output(check, message.output, limits)
+    output = _output(check, message.output)
     salt = message.cache.salt
     check.that(len(salt.encode()) <= CACHE_SALT_BYTES_MAX, "cache.salt", f"at most {CACHE_SALT_BYTES_MAX} bytes")
     priority = check.integer("priority", message.priority, -PRIORITY_MAX, PRIORITY_MAX)
@@ -166,7 +161,6 @@ def generate_request(
     max_queue_time_s = check.duration_s("max_queue_time", message)
     max_time_s = check.duration_s("max_time", message)
     guide = _guide(check, message, limits)
-    _not_in_this_version(check, message)
     check.settle()
     return GenerateRequest(
         request_id=label,
@@ -245,6 +239,11 @@ def to_submit(
     )
     check = _Check()
     _check_prompt(check, submit, len(request.resume_token_ids), _prompt_field(request.prompt), limits)
+    num_entries = len(submit.prompt_token_ids) * (1 + (request.sampling.num_prompt_logprobs or 0))
+    if request.sampling.num_prompt_logprobs is not None and num_entries > limits.max_prompt_logprob_entries:
+        most = limits.max_prompt_logprob_entries
+        description = f"{num_entries} entries (as many per prompt token as this and 1 more); at most {most}"
+        check.fail("output.prompt_logprobs", description)
     allowed = request.sampling.allowed_token_ids
     if allowed and request.min_tokens and set(allowed) <= {*eos, *request.stop_token_ids}:
         check.fail("sampling.allowed_token_ids", "min_tokens leaves none of them to sample: all of them stop")
@@ -335,6 +334,28 @@ def tokens(
     ]
 
 
+def prompt_tokens(prompt_token_ids: Sequence[int], scores: PromptLogprobs) -> Iterator[list[inference_pb2.Token]]:
+    """The tokens of a prompt with their logprobs, in parts, each a few milliseconds' work: there may be thousands."""
+    num_top = scores.num_top
+    logprobs, ranks = memoryview(scores.logprobs).cast("f"), memoryview(scores.ranks).cast("i")
+    top_token_ids, top_logprobs = memoryview(scores.top_token_ids).cast("i"), memoryview(scores.top_logprobs).cast("f")
+    yield [inference_pb2.Token(id=prompt_token_ids[0])]
+    num_per_part = max(1, PROMPT_ENTRIES_PER_PART // (1 + num_top))
+    for start in range(0, len(logprobs), num_per_part):
+        yield [
+            inference_pb2.Token(
+                id=prompt_token_ids[place + 1],
+                logprob=logprobs[place],
+                rank=ranks[place],
+                top=[
+                    inference_pb2.TokenLogprob(id=top_token_ids[entry], logprob=top_logprobs[entry])
+                    for entry in range(place * num_top, (place + 1) * num_top)
+                ],
+            )
+            for place in range(start, min(start + num_per_part, len(logprobs)))
+        ]
+
+
 def finish(
     reason: FinishReason, *, matched: str | None = None, matched_token_id: int | None = None
 ) -> inference_pb2.Finish:
@@ -420,9 +441,8 @@ def _sampling(
         "sampling.allowed_token_ids", options.allowed_token_ids, limits.vocab_size, limits.vocab_size
     )
     check.that(len(set(allowed)) == len(allowed), "sampling.allowed_token_ids", "must be distinct")
-    num_logprobs = None
-    if message.output.HasField("logprobs"):
-        num_logprobs = check.integer("output.logprobs", message.output.logprobs, 0, limits.max_logprobs)
+    num_logprobs = _num_logprobs(check, message.output, "logprobs", limits)
+    num_prompt_logprobs = _num_logprobs(check, message.output, "prompt_logprobs", limits)
 
     def effective(draw_seed: Callable[[], int]) -> SamplingParams:
         return SamplingParams(
@@ -433,10 +453,17 @@ def _sampling(
             logit_bias=logit_bias,
             allowed_token_ids=allowed,
             num_logprobs=num_logprobs,
+            num_prompt_logprobs=num_prompt_logprobs,
             **values,
         )
 
     return effective
+
+
+def _num_logprobs(check: _Check, output: inference_pb2.OutputOptions, name: str, limits: Limits) -> int | None:
+    if not output.HasField(name):
+        return None
+    return check.integer(f"output.{name}", getattr(output, name), 0, limits.max_logprobs)
 
 
 def _logit_bias(check: _Check, options: inference_pb2.SamplingOptions, limits: Limits) -> tuple[tuple[int, float], ...]:
@@ -456,11 +483,11 @@ def _token_bounds(check: _Check, message: inference_pb2.GenerateRequest, limits:
     """max_tokens and min_tokens."""
     stopping = message.stopping
     max_tokens = None
+    least = 0 if message.output.HasField("prompt_logprobs") else 1
     if stopping.HasField("max_tokens"):
-        least = 0 if message.output.HasField("prompt_logprobs") else 1
         max_tokens = check.integer("stopping.max_tokens", stopping.max_tokens, least, limits.max_output_tokens)
     most = limits.max_output_tokens
-    if max_tokens is not None and 1 <= max_tokens <= most:
+    if max_tokens is not None and least <= max_tokens <= most:
         most = max_tokens
     description = f"must be in [0, max_tokens], and max_tokens is {most} here"
     check.that(0 <= stopping.min_tokens <= most, "stopping.min_tokens", description)
@@ -476,9 +503,7 @@ def _stop_strings(check: _Check, stop_strings: Sequence[str], limits: Limits) ->
     return tuple(stop_strings)
 
 
-def _output(check: _Check, output: inference_pb2.OutputOptions, limits: Limits) -> OutputOptions:
-    if output.HasField("prompt_logprobs"):
-        check.integer("output.prompt_logprobs", output.prompt_logprobs, 0, limits.max_logprobs)
+def _output(check: _Check, output: inference_pb2.OutputOptions) -> OutputOptions:
     stream_interval = 1
     if output.HasField("stream_interval"):
         stream_interval = check.integer("output.stream_interval", output.stream_interval, 1, STREAM_INTERVAL_MAX)
@@ -488,11 +513,6 @@ def _output(check: _Check, output: inference_pb2.OutputOptions, limits: Limits) 
         skip_special_tokens=_or(output, "skip_special_tokens", default=True),
         stream_interval=stream_interval,
     )
-
-
-def _not_in_this_version(check: _Check, message: inference_pb2.GenerateRequest) -> None:
-    """What is part of the protocol but does not work yet. A wrong value is still a wrong value."""
-    check.unless(not message.output.HasField("prompt_logprobs"), "output.prompt_logprobs")
 
 
 def _guide(check: _Check, message: inference_pb2.GenerateRequest, limits: Limits) -> GuideSource | None:

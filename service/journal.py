@@ -31,6 +31,8 @@ class JournalEntry:
     """The sequences that have their finish reason."""
     num_cached_tokens: int = 0
     """Prompt tokens that its first engine took from the prefix cache."""
+    is_prompt_told: bool = False
+    """Whether an engine has put out the prompt's logprobs."""
     sent: Submit | None = None
     """As it was last sent to an engine; None: never yet."""
     message_ordinal: int = 0
@@ -79,13 +81,18 @@ class JournalEntry:
         return any(self._num_tokens(index) < self.sent.alone_until for index in unfinished)
 
     def next_attempt(self, alone_until: int) -> Submit:
-        """What the next engine is told: go on with the unfinished sequences, each behind its own last token."""
+        """What the next engine is told: go on with the unfinished sequences, each behind its own last token. What was
+        told of the prompt is not asked for again.
+        """
         sequences = tuple(
             SequenceStart(start.index, (*start.resume_token_ids, *self.emitted[start.index]))
             for start in self.submit.sequences
             if start.index not in self.finished
         )
-        return replace(self.submit, sequences=sequences, alone_until=alone_until)
+        sampling = self.submit.sampling
+        if self.is_prompt_told:
+            sampling = replace(sampling, num_prompt_logprobs=None)
+        return replace(self.submit, sampling=sampling, sequences=sequences, alone_until=alone_until)
 
     def on_sent(self, submit: Submit, message_ordinal: int) -> None:
         """An attempt of it is with an engine, as that one's so-manieth message."""
@@ -99,6 +106,7 @@ class JournalEntry:
         emitted = self.emitted[output.index]
         if output.num_cached_tokens is not None and not emitted:
             self.num_cached_tokens += output.num_cached_tokens
+        self.is_prompt_told |= output.prompt_logprobs is not None
         emitted.extend(output.new_token_ids)
         if output.finish_reason is not None:
             self.finished.add(output.index)

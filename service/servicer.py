@@ -91,6 +91,10 @@ class InferenceServicer:
         ticket.started()
         self._backend.accounts.has_output(account)
         account.num_cached_tokens = stream.entry.num_cached_tokens
+        for output in outputs:
+            if output.prompt_logprobs is not None:
+                for _ in answer.take_prompt(output.prompt_logprobs):
+                    await asyncio.sleep(0)  # other streams' tokens need not wait for a long prompt's
         deltas = list(answer.assemble(outputs))
         if answer.is_finished:
             # Nothing is needed of the engine any more, however slowly the rest is read.

@@ -17,6 +17,7 @@ import socket
 import sys
 import time
 import traceback
+from array import array
 from enum import IntEnum
 
 from scheduler.codec import FrameDecoder, encode
@@ -33,6 +34,7 @@ from scheduler.messages import (
     LoadProgress,
     Pause,
     Phase,
+    PromptLogprobs,
     Ready,
     RequestFailure,
     SequenceOutput,
@@ -68,6 +70,18 @@ class Trigger(IntEnum):
 def tokens_of(prompt: tuple[int, ...], num_tokens: int) -> list[int]:
     """What the fake answers: printable ASCII, as a byte-level tokenizer sees it."""
     return [(sum(prompt) + 7 * position) % 90 for position in range(num_tokens)]
+
+
+def prompt_logprobs_of(submit: Submit) -> PromptLogprobs:
+    """Minus a hundredth of the position; ranks are the positions; the best tokens are 1, 2, … at -0.5."""
+    num, num_top = len(submit.prompt_token_ids) - 1, submit.sampling.num_prompt_logprobs or 0
+    return PromptLogprobs(
+        num_top,
+        array("f", [-position / 100 for position in range(1, num + 1)]).tobytes(),
+        array("i", range(1, num + 1)).tobytes(),
+        array("i", range(1, num_top + 1)).tobytes() * num,
+        array("f", [-0.5] * num_top * num).tobytes(),
+    )
 
 
 class FakeEngine:
@@ -213,11 +227,20 @@ class FakeEngine:
                     outputs.append(SequenceOutput(request_id, 0, (), finish_reason=over, num_cached_tokens=0))
                     del self._running[request_id]
                     continue
+            prompt_logprobs = None
+            is_first = position == len(submit.sequences[0].resume_token_ids)
+            if is_first and submit.sampling.num_prompt_logprobs is not None:
+                prompt_logprobs = prompt_logprobs_of(submit)
+            if submit.stopping.max_tokens == 0:
+                end = FinishReason.MAX_TOKENS
+                outputs.append(SequenceOutput(request_id, 0, (), None, end, 0, prompt_logprobs))
+                del self._running[request_id]
+                continue
             token_id = tokens_of(submit.prompt_token_ids, position + 1)[position]
             is_last = position + 1 >= submit.stopping.max_tokens
-            cached = 0 if position == len(submit.sequences[0].resume_token_ids) else None
+            cached = 0 if is_first else None
             reason = FinishReason.MAX_TOKENS if is_last else None
-            outputs.append(SequenceOutput(request_id, 0, (token_id,), finish_reason=reason, num_cached_tokens=cached))
+            outputs.append(SequenceOutput(request_id, 0, (token_id,), None, reason, cached, prompt_logprobs))
             if is_last:
                 del self._running[request_id]
             else:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +10,9 @@ import pytest
 from google.protobuf.json_format import ParseDict
 
 from emberline.v1 import inference_pb2, tokenizer_pb2
-from scheduler.messages import FinishReason, SequenceStart, TokenLogprobs
+from scheduler.messages import FinishReason, PromptLogprobs, SequenceStart, Submit, TokenLogprobs
 from service import convert
-from service.errors import FieldViolation, InvalidRequestError, UnknownModelError, UnsupportedOptionError
+from service.errors import FieldViolation, InvalidRequestError, UnknownModelError
 from service.request import (
     ChatInput,
     ChatTurn,
@@ -248,7 +249,7 @@ def test_the_smallest_floats_do_no_harm() -> None:
     ],
 )
 def test_a_value_out_of_bounds_is_refused_by_name(fields: dict[str, Any], field: str) -> None:
-    """One violation, of the field at fault; the invalid goes before the unsupported."""
+    """One violation, of the field at fault."""
     if not {"tokenIds", "chat"} & fields.keys():
         fields = {"text": "hi", **fields}
     fields = {name: value for name, value in fields.items() if value is not None}
@@ -273,7 +274,7 @@ def test_what_is_too_long_is_refused_without_a_look_inside(fields: dict[str, Any
 
 
 def test_all_violations_come_in_one_answer() -> None:
-    """A caller need not find them one by one, and an unsupported option does not hide them."""
+    """A caller need not find them one by one, and valid options do not hide them."""
     found = violations(
         {
             "sampling": {"temperature": -1, "topP": 2, "n": 2},
@@ -293,22 +294,55 @@ def test_a_list_full_of_bad_ids_makes_a_short_answer() -> None:
     assert found["token_ids.ids"] == "60 ids are not in [0, 100)"
 
 
-@pytest.mark.parametrize(
-    ("fields", "option"),
-    [
-        ({"output": {"promptLogprobs": 0}}, "output.prompt_logprobs"),
-        ({"output": {"promptLogprobs": 1}, "stopping": {"maxTokens": 0}}, "output.prompt_logprobs"),
-        ({"output": {"streamInterval": 2}}, "output.stream_interval above 1"),
-        ({"guided": {"regex": "a+"}}, "guided"),
-        ({"maxQueueTime": "1.5s"}, "max_queue_time"),
-        ({"maxTime": "1s"}, "max_time"),
-    ],
-)
-def test_what_this_version_does_not_do_is_said(fields: dict[str, Any], option: str) -> None:
-    """A field that would do nothing is an error, never silence."""
-    with pytest.raises(UnsupportedOptionError) as caught:
-        valid(fields, draw_seed=no_seed)
-    assert caught.value.options == (option,)
+def to_submit(request: GenerateRequest, prompt: list[int], limits: Limits = LIMITS) -> Submit:
+    return convert.to_submit(request, engine_request_id=1, prompt_token_ids=prompt, eos_token_ids=(), limits=limits)
+
+
+def test_logprobs_of_the_prompt_reach_the_submit_and_may_be_all_that_is_asked() -> None:
+    """Absent is not 0; with them max_tokens may be 0, and min_tokens can then be nothing else."""
+    assert valid({}).sampling.num_prompt_logprobs is None
+    request = valid({"output": {"promptLogprobs": 0}, "stopping": {"maxTokens": 0}})
+    assert (request.sampling.num_prompt_logprobs, request.max_tokens) == (0, 0)
+    submit = to_submit(request, [1, 2, 3])
+    assert (submit.sampling.num_prompt_logprobs, submit.stopping.max_tokens) == (0, 0)
+    impossible = {"text": "hi", "output": {"promptLogprobs": 3}, "stopping": {"maxTokens": 0, "minTokens": 1}}
+    assert list(violations(impossible)) == ["stopping.min_tokens"]
+
+
+def test_logprobs_of_the_prompt_are_bounded_by_what_one_message_may_hold() -> None:
+    """Prompt tokens times one more than the value; one entry more than the bound is refused with both numbers."""
+    limits = dataclasses.replace(LIMITS, max_prompt_logprob_entries=20 * 3)
+    request = valid({"output": {"promptLogprobs": 2}}, limits=limits)
+    assert to_submit(request, [1] * 20, limits).sampling.num_prompt_logprobs == 2
+    with pytest.raises(InvalidRequestError) as caught:
+        to_submit(request, [1] * 21, limits)
+    (violation,) = caught.value.violations
+    assert violation.field == "output.prompt_logprobs"
+    assert "63" in violation.description
+    assert "60" in violation.description
+    assert to_submit(valid({}), [1] * 48, dataclasses.replace(limits, max_prompt_logprob_entries=1))
+
+
+def test_the_largest_answer_of_prompt_logprobs_is_within_what_libraries_take() -> None:
+    """At the bound, with ids and ranks of three bytes, the message is below gRPC's 4 MiB, however the entries are
+    shared out.
+    """
+    most = Limits(1, 1, 1, 1, 1).max_prompt_logprob_entries
+    for num_top in (0, 1, 20):
+        num = most // (1 + num_top) - 1
+        scores = PromptLogprobs(
+            num_top,
+            array("f", [-12.5]).tobytes() * num,
+            array("i", [262_143]).tobytes() * num,
+            array("i", [262_143]).tobytes() * num * num_top,
+            array("f", [-0.5]).tobytes() * num * num_top,
+        )
+        response = inference_pb2.GenerateResponse()
+        for part in convert.prompt_tokens([262_143] * (num + 1), scores):
+            assert sum(1 + len(token.top) for token in part) <= convert.PROMPT_ENTRIES_PER_PART
+            response.prompt.tokens.extend(part)
+        assert len(response.prompt.tokens) == num + 1
+        assert response.ByteSize() < 4 * 1024 * 1024 - 64 * 1024
 
 
 def test_another_model_is_not_found_and_none_is_any() -> None:

@@ -26,37 +26,37 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x65mberline/v1/info.proto\x12\x0c\x65mberline.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"3\n\x13GetModelInfoRequest\x12\x12\n\x05model\x18\x01 \x01(\tH\x00\x88\x01\x01\x42\x08\n\x06_model\"\x9e\x02\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nmodel_type\x18\x02 \x01(\t\x12\x16\n\x0enum_parameters\x18\x03 \x01(\x04\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12$\n\x06limits\x18\x06 \x01(\x0b\x32\x14.emberline.v1.Limits\x12\x39\n\x11sampling_defaults\x18\x07 \x01(\x0b\x32\x1e.emberline.v1.SamplingDefaults\x12\x30\n\x0c\x63\x61pabilities\x18\x08 \x01(\x0b\x32\x1a.emberline.v1.Capabilities\x12\r\n\x05\x64type\x18\t \x01(\t\"\xc1\x02\n\x06Limits\x12\x15\n\rmax_model_len\x18\x01 \x01(\r\x12\x19\n\x11max_prompt_tokens\x18\x02 \x01(\r\x12\x19\n\x11max_output_tokens\x18\x03 \x01(\r\x12\x14\n\x0cmax_logprobs\x18\x04 \x01(\r\x12\x18\n\x10max_stop_strings\x18\x05 \x01(\r\x12\x1d\n\x15max_stop_string_bytes\x18\x06 \x01(\r\x12\x1a\n\x12max_stop_token_ids\x18\x07 \x01(\r\x12\x19\n\x11max_request_bytes\x18\x08 \x01(\r\x12\x19\n\x11max_chat_messages\x18\t \x01(\r\x12\x15\n\rmax_sequences\x18\n \x01(\r\x12\x17\n\x0fmax_guide_bytes\x18\x0b \x01(\r\x12\x19\n\x11max_guide_choices\x18\x0c \x01(\r\"p\n\x10SamplingDefaults\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x01\"\xaf\x01\n\x0c\x43\x61pabilities\x12\x0c\n\x04\x63hat\x18\x01 \x01(\x08\x12\x1a\n\x12multiple_sequences\x18\x02 \x01(\x08\x12\x17\n\x0fprompt_logprobs\x18\x03 \x01(\x08\x12\x0e\n\x06guided\x18\x04 \x01(\x08\x12\x1e\n\x16resume_on_engine_death\x18\x05 \x01(\x08\x12\x13\n\x0btime_limits\x18\x06 \x01(\x08\x12\x17\n\x0fstream_interval\x18\x07 \x01(\x08\"\x16\n\x14GetServerInfoRequest\"\xae\x01\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12.\n\nstart_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12)\n\x06uptime\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x07\x65ngines\x18\x04 \x03(\x0b\x32\x18.emberline.v1.EngineInfo\"\xc3\x02\n\nEngineInfo\x12\r\n\x05index\x18\x01 \x01(\r\x12(\n\x05state\x18\x02 \x01(\x0e\x32\x19.emberline.v1.EngineState\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\x19\n\x11\x61ttention_backend\x18\x05 \x01(\t\x12\x1e\n\x16\x61ttention_backend_note\x18\x06 \x01(\t\x12\x12\n\nblock_size\x18\x07 \x01(\r\x12\x15\n\rnum_kv_blocks\x18\x08 \x01(\r\x12*\n\x07startup\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06\x64\x65\x61ths\x18\n \x01(\r\x12\x15\n\rlast_death_id\x18\x0b \x01(\t\x12&\n\x04load\x18\x0c \x01(\x0b\x32\x18.emberline.v1.EngineLoad\"\xa0\x01\n\nEngineLoad\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x16\n\x0ekv_blocks_used\x18\x03 \x01(\r\x12\x0f\n\x07streams\x18\x04 \x01(\r\x12\x1e\n\x16generated_tokens_total\x18\x05 \x01(\x04\x12\'\n\x04step\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x10\n\x0eGetLoadRequest\"\xcb\x01\n\x0fGetLoadResponse\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x03 \x01(\x04\x12\x16\n\x0ekv_blocks_used\x18\x04 \x01(\r\x12\x17\n\x0fkv_blocks_total\x18\x05 \x01(\r\x12\x19\n\x11preemptions_total\x18\x06 \x01(\x04\x12\x1e\n\x16generated_tokens_total\x18\x07 \x01(\x04\x12\x12\n\nlive_calls\x18\x08 \x01(\r*\xdd\x01\n\x0b\x45ngineState\x12\x1c\n\x18\x45NGINE_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15\x45NGINE_STATE_STARTING\x10\x01\x12\x16\n\x12\x45NGINE_STATE_READY\x10\x02\x12\x18\n\x14\x45NGINE_STATE_SUSPECT\x10\x03\x12\x15\n\x11\x45NGINE_STATE_DEAD\x10\x04\x12\x18\n\x14\x45NGINE_STATE_BACKOFF\x10\x05\x12\x17\n\x13\x45NGINE_STATE_FAILED\x10\x06\x12\x19\n\x15\x45NGINE_STATE_STOPPING\x10\x07\x32\x86\x02\n\x0bInfoService\x12U\n\x0cGetModelInfo\x12!.emberline.v1.GetModelInfoRequest\x1a\".emberline.v1.GetModelInfoResponse\x12X\n\rGetServerInfo\x12\".emberline.v1.GetServerInfoRequest\x1a#.emberline.v1.GetServerInfoResponse\x12\x46\n\x07GetLoad\x12\x1c.emberline.v1.GetLoadRequest\x1a\x1d.emberline.v1.GetLoadResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x65mberline/v1/info.proto\x12\x0c\x65mberline.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"3\n\x13GetModelInfoRequest\x12\x12\n\x05model\x18\x01 \x01(\tH\x00\x88\x01\x01\x42\x08\n\x06_model\"\x9e\x02\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nmodel_type\x18\x02 \x01(\t\x12\x16\n\x0enum_parameters\x18\x03 \x01(\x04\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12$\n\x06limits\x18\x06 \x01(\x0b\x32\x14.emberline.v1.Limits\x12\x39\n\x11sampling_defaults\x18\x07 \x01(\x0b\x32\x1e.emberline.v1.SamplingDefaults\x12\x30\n\x0c\x63\x61pabilities\x18\x08 \x01(\x0b\x32\x1a.emberline.v1.Capabilities\x12\r\n\x05\x64type\x18\t \x01(\t\"\xe5\x02\n\x06Limits\x12\x15\n\rmax_model_len\x18\x01 \x01(\r\x12\x19\n\x11max_prompt_tokens\x18\x02 \x01(\r\x12\x19\n\x11max_output_tokens\x18\x03 \x01(\r\x12\x14\n\x0cmax_logprobs\x18\x04 \x01(\r\x12\x18\n\x10max_stop_strings\x18\x05 \x01(\r\x12\x1d\n\x15max_stop_string_bytes\x18\x06 \x01(\r\x12\x1a\n\x12max_stop_token_ids\x18\x07 \x01(\r\x12\x19\n\x11max_request_bytes\x18\x08 \x01(\r\x12\x19\n\x11max_chat_messages\x18\t \x01(\r\x12\x15\n\rmax_sequences\x18\n \x01(\r\x12\x17\n\x0fmax_guide_bytes\x18\x0b \x01(\r\x12\x19\n\x11max_guide_choices\x18\x0c \x01(\r\x12\"\n\x1amax_prompt_logprob_entries\x18\r \x01(\r\"p\n\x10SamplingDefaults\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x01\"\xaf\x01\n\x0c\x43\x61pabilities\x12\x0c\n\x04\x63hat\x18\x01 \x01(\x08\x12\x1a\n\x12multiple_sequences\x18\x02 \x01(\x08\x12\x17\n\x0fprompt_logprobs\x18\x03 \x01(\x08\x12\x0e\n\x06guided\x18\x04 \x01(\x08\x12\x1e\n\x16resume_on_engine_death\x18\x05 \x01(\x08\x12\x13\n\x0btime_limits\x18\x06 \x01(\x08\x12\x17\n\x0fstream_interval\x18\x07 \x01(\x08\"\x16\n\x14GetServerInfoRequest\"\xae\x01\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12.\n\nstart_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12)\n\x06uptime\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x07\x65ngines\x18\x04 \x03(\x0b\x32\x18.emberline.v1.EngineInfo\"\xc3\x02\n\nEngineInfo\x12\r\n\x05index\x18\x01 \x01(\r\x12(\n\x05state\x18\x02 \x01(\x0e\x32\x19.emberline.v1.EngineState\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\x19\n\x11\x61ttention_backend\x18\x05 \x01(\t\x12\x1e\n\x16\x61ttention_backend_note\x18\x06 \x01(\t\x12\x12\n\nblock_size\x18\x07 \x01(\r\x12\x15\n\rnum_kv_blocks\x18\x08 \x01(\r\x12*\n\x07startup\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06\x64\x65\x61ths\x18\n \x01(\r\x12\x15\n\rlast_death_id\x18\x0b \x01(\t\x12&\n\x04load\x18\x0c \x01(\x0b\x32\x18.emberline.v1.EngineLoad\"\xa0\x01\n\nEngineLoad\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x16\n\x0ekv_blocks_used\x18\x03 \x01(\r\x12\x0f\n\x07streams\x18\x04 \x01(\r\x12\x1e\n\x16generated_tokens_total\x18\x05 \x01(\x04\x12\'\n\x04step\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x10\n\x0eGetLoadRequest\"\xcb\x01\n\x0fGetLoadResponse\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x03 \x01(\x04\x12\x16\n\x0ekv_blocks_used\x18\x04 \x01(\r\x12\x17\n\x0fkv_blocks_total\x18\x05 \x01(\r\x12\x19\n\x11preemptions_total\x18\x06 \x01(\x04\x12\x1e\n\x16generated_tokens_total\x18\x07 \x01(\x04\x12\x12\n\nlive_calls\x18\x08 \x01(\r*\xdd\x01\n\x0b\x45ngineState\x12\x1c\n\x18\x45NGINE_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15\x45NGINE_STATE_STARTING\x10\x01\x12\x16\n\x12\x45NGINE_STATE_READY\x10\x02\x12\x18\n\x14\x45NGINE_STATE_SUSPECT\x10\x03\x12\x15\n\x11\x45NGINE_STATE_DEAD\x10\x04\x12\x18\n\x14\x45NGINE_STATE_BACKOFF\x10\x05\x12\x17\n\x13\x45NGINE_STATE_FAILED\x10\x06\x12\x19\n\x15\x45NGINE_STATE_STOPPING\x10\x07\x32\x86\x02\n\x0bInfoService\x12U\n\x0cGetModelInfo\x12!.emberline.v1.GetModelInfoRequest\x1a\".emberline.v1.GetModelInfoResponse\x12X\n\rGetServerInfo\x12\".emberline.v1.GetServerInfoRequest\x1a#.emberline.v1.GetServerInfoResponse\x12\x46\n\x07GetLoad\x12\x1c.emberline.v1.GetLoadRequest\x1a\x1d.emberline.v1.GetLoadResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'emberline.v1.info_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ENGINESTATE']._serialized_start=1979
-  _globals['_ENGINESTATE']._serialized_end=2200
+  _globals['_ENGINESTATE']._serialized_start=2015
+  _globals['_ENGINESTATE']._serialized_end=2236
   _globals['_GETMODELINFOREQUEST']._serialized_start=106
   _globals['_GETMODELINFOREQUEST']._serialized_end=157
   _globals['_GETMODELINFORESPONSE']._serialized_start=160
   _globals['_GETMODELINFORESPONSE']._serialized_end=446
   _globals['_LIMITS']._serialized_start=449
-  _globals['_LIMITS']._serialized_end=770
-  _globals['_SAMPLINGDEFAULTS']._serialized_start=772
-  _globals['_SAMPLINGDEFAULTS']._serialized_end=884
-  _globals['_CAPABILITIES']._serialized_start=887
-  _globals['_CAPABILITIES']._serialized_end=1062
-  _globals['_GETSERVERINFOREQUEST']._serialized_start=1064
-  _globals['_GETSERVERINFOREQUEST']._serialized_end=1086
-  _globals['_GETSERVERINFORESPONSE']._serialized_start=1089
-  _globals['_GETSERVERINFORESPONSE']._serialized_end=1263
-  _globals['_ENGINEINFO']._serialized_start=1266
-  _globals['_ENGINEINFO']._serialized_end=1589
-  _globals['_ENGINELOAD']._serialized_start=1592
-  _globals['_ENGINELOAD']._serialized_end=1752
-  _globals['_GETLOADREQUEST']._serialized_start=1754
-  _globals['_GETLOADREQUEST']._serialized_end=1770
-  _globals['_GETLOADRESPONSE']._serialized_start=1773
-  _globals['_GETLOADRESPONSE']._serialized_end=1976
-  _globals['_INFOSERVICE']._serialized_start=2203
-  _globals['_INFOSERVICE']._serialized_end=2465
+  _globals['_LIMITS']._serialized_end=806
+  _globals['_SAMPLINGDEFAULTS']._serialized_start=808
+  _globals['_SAMPLINGDEFAULTS']._serialized_end=920
+  _globals['_CAPABILITIES']._serialized_start=923
+  _globals['_CAPABILITIES']._serialized_end=1098
+  _globals['_GETSERVERINFOREQUEST']._serialized_start=1100
+  _globals['_GETSERVERINFOREQUEST']._serialized_end=1122
+  _globals['_GETSERVERINFORESPONSE']._serialized_start=1125
+  _globals['_GETSERVERINFORESPONSE']._serialized_end=1299
+  _globals['_ENGINEINFO']._serialized_start=1302
+  _globals['_ENGINEINFO']._serialized_end=1625
+  _globals['_ENGINELOAD']._serialized_start=1628
+  _globals['_ENGINELOAD']._serialized_end=1788
+  _globals['_GETLOADREQUEST']._serialized_start=1790
+  _globals['_GETLOADREQUEST']._serialized_end=1806
+  _globals['_GETLOADRESPONSE']._serialized_start=1809
+  _globals['_GETLOADRESPONSE']._serialized_end=2012
+  _globals['_INFOSERVICE']._serialized_start=2239
+  _globals['_INFOSERVICE']._serialized_end=2501
 # @@protoc_insertion_point(module_scope)

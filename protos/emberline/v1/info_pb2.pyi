@@ -59,7 +59,7 @@ class GetModelInfoResponse(_message.Message):
     def __init__(self, model: _Optional[str] = ..., model_type: _Optional[str] = ..., num_parameters: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., sampling_defaults: _Optional[_Union[SamplingDefaults, _Mapping]] = ..., capabilities: _Optional[_Union[Capabilities, _Mapping]] = ..., dtype: _Optional[str] = ...) -> None: ...
 
 class Limits(_message.Message):
-    __slots__ = ("max_model_len", "max_prompt_tokens", "max_output_tokens", "max_logprobs", "max_stop_strings", "max_stop_string_bytes", "max_stop_token_ids", "max_request_bytes", "max_chat_messages", "max_sequences", "max_guide_bytes", "max_guide_choices")
+    __slots__ = ("max_model_len", "max_prompt_tokens", "max_output_tokens", "max_logprobs", "max_stop_strings", "max_stop_string_bytes", "max_stop_token_ids", "max_request_bytes", "max_chat_messages", "max_sequences", "max_guide_bytes", "max_guide_choices", "max_prompt_logprob_entries")
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     MAX_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -72,6 +72,7 @@ class Limits(_message.Message):
     MAX_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     MAX_GUIDE_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_GUIDE_CHOICES_FIELD_NUMBER: _ClassVar[int]
+    MAX_PROMPT_LOGPROB_ENTRIES_FIELD_NUMBER: _ClassVar[int]
     max_model_len: int
     max_prompt_tokens: int
     max_output_tokens: int
@@ -84,7 +85,8 @@ class Limits(_message.Message):
     max_sequences: int
     max_guide_bytes: int
     max_guide_choices: int
-    def __init__(self, max_model_len: _Optional[int] = ..., max_prompt_tokens: _Optional[int] = ..., max_output_tokens: _Optional[int] = ..., max_logprobs: _Optional[int] = ..., max_stop_strings: _Optional[int] = ..., max_stop_string_bytes: _Optional[int] = ..., max_stop_token_ids: _Optional[int] = ..., max_request_bytes: _Optional[int] = ..., max_chat_messages: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_guide_bytes: _Optional[int] = ..., max_guide_choices: _Optional[int] = ...) -> None: ...
+    max_prompt_logprob_entries: int
+    def __init__(self, max_model_len: _Optional[int] = ..., max_prompt_tokens: _Optional[int] = ..., max_output_tokens: _Optional[int] = ..., max_logprobs: _Optional[int] = ..., max_stop_strings: _Optional[int] = ..., max_stop_string_bytes: _Optional[int] = ..., max_stop_token_ids: _Optional[int] = ..., max_request_bytes: _Optional[int] = ..., max_chat_messages: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_guide_bytes: _Optional[int] = ..., max_guide_choices: _Optional[int] = ..., max_prompt_logprob_entries: _Optional[int] = ...) -> None: ...
 
 class SamplingDefaults(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
