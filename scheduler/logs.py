@@ -177,6 +177,7 @@ def configure(
     """
     renderer = _render_json if log_format == "json" else _console_renderer()
     processors: list[Processor] = [
+        structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
         _stamp(process),
         _bound_values,
@@ -186,7 +187,7 @@ def configure(
 
     def render_dropped(num_dropped: int) -> bytes:
         record: MutableMapping[str, Any] = {"event": "log lines dropped", "level": "warning", "count": num_dropped}
-        for processor in processors[1:]:
+        for processor in processors[2:]:  # of no call, and with a level
             record = processor(None, "warning", record)  # type: ignore[assignment] # the last one gives the line
         return str(record).encode() + b"\n"
 

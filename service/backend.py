@@ -10,14 +10,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from scheduler.guide_messages import GuideSource
+from service.account import Accounts
 from service.admission import Admission
 from service.config import ServerConfig
 from service.dispatch import Dispatcher
-from service.errors import EngineStartingError
+from service.errors import EngineStartingError, UnsupportedOptionError
+from service.guide_compiler import GuideCompiler
 from service.journal import Journal
 from service.request import GenerateRequest, Limits
 from service.supervisor import Supervisor
 from service.tokenizer import Tokenizer
+from service.totals import Totals
 from service.workers import Workers
 
 
@@ -30,6 +34,9 @@ class Backend:
     journal: Journal
     supervisor: Supervisor
     dispatcher: Dispatcher
+    totals: Totals
+    accounts: Accounts
+    """Of calls of Generate and Complete."""
     prompt_workers: Workers
     """For the prompts of Generate and Complete, so that a long one stalls nobody's tokens."""
     tool_workers: Workers
@@ -38,6 +45,8 @@ class Backend:
     tokenizer: Tokenizer | None = None
     limits: Limits | None = None
     """Before an engine was ready: what is known without one."""
+    guides: GuideCompiler | None = None
+    """Before an engine was ready: None."""
     eos_token_ids: tuple[int, ...] = ()
     """Of the tokenizer's, those that the model has."""
 
@@ -46,6 +55,14 @@ class Backend:
         if request.resume_on_engine_death is not None:
             return request.resume_on_engine_death
         return self.config.on_engine_death == "replay"
+
+    async def compile_guide(self, source: GuideSource) -> bytes:
+        """What `Submit.guide` takes. Raises what `GuideCompiler.compile` raises, and UnsupportedOptionError."""
+        if not self.eos_token_ids:
+            raise UnsupportedOptionError(["guided: the model names no end-of-sequence token"])
+        if self.guides is None:
+            raise EngineStartingError(self.supervisor.expected_serving_s())
+        return await self.guides.compile(source)
 
     def served(self) -> tuple[Tokenizer, Limits]:
         """What calls need besides an engine. Raises EngineStartingError."""

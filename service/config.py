@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from scheduler.config import DEVICES, DTYPES, EngineConfig
 from scheduler.errors import ConfigurationError, StartupError
@@ -50,6 +51,8 @@ class ServerConfig:
     enable_admin: bool
     admin_clients: tuple[str, ...]
     enable_channelz: bool
+    metrics_port: int | None
+    otlp_endpoint: str | None
     dtype: str
     device: str
     attention_backend: str
@@ -72,6 +75,7 @@ class ServerConfig:
     max_engine_restarts: int
     standby: int
     step_deadline_s: float
+    guide_compile_timeout_s: float
     drain_grace_s: float
     log_format: LogFormat
     log_level: str
@@ -227,6 +231,15 @@ def is_loopback(host: str) -> bool:
         return host.lower() == "localhost"
 
 
+def _otlp_endpoint(text: str) -> str:
+    url = urlsplit(_text(text))
+    if url.scheme not in ("http", "https") or not url.hostname or url.path.strip("/"):
+        raise ValueError(f"must be a URL such as http://127.0.0.1:4317 (https for TLS), without a path, not {text!r}")
+    if url.username is not None:
+        raise ValueError("must be a URL without credentials: OTEL_EXPORTER_OTLP_HEADERS is for these")
+    return text
+
+
 def _names(text: str) -> tuple[str, ...]:
     names = tuple(_text(name.strip()) for name in text.split(","))
     if len(set(names)) < len(names):
@@ -288,6 +301,10 @@ FLAGS = (
          "AdminService", "NAMES"),
     Flag("enable-channelz", _switch, False, "offer gRPC's channelz (connections, their peers and counts), to those who "
          "may call AdminService", is_switch=True),
+    Flag("metrics-port", _integer(0, 65535), None, "port for Prometheus, plain HTTP at /metrics on the same host; 0 "
+         "picks a free one (default: none)", "PORT"),
+    Flag("otlp-endpoint", _otlp_endpoint, None, "collector that gets a trace of each call, by OTLP over gRPC, such as "
+         "http://127.0.0.1:4317; OTEL_* variables refine it (default: no traces)", "URL"),
     Flag("dtype", _text, "auto", "precision; auto is float32 on a CPU, on a GPU the checkpoint's own 16-bit type or "
          "bfloat16", "TYPE", DTYPES),
     Flag("device", _text, "auto", "auto takes a GPU where there is one", "DEVICE", DEVICES),
@@ -321,6 +338,8 @@ FLAGS = (
          "two; it takes memory, and its own loading some of the cores", "0|1"),
     Flag("step-deadline", _number(0.1, 3600), 10.0, "seconds, beside what its work takes, after which a step without "
          "progress is a dead engine", "SECONDS", field="step_deadline_s"),
+    Flag("guide-compile-timeout", _number(0.05, 60), 2.0, "seconds of CPU time that compiling one guide (a JSON "
+         "schema, a regular expression, a grammar) may take", "SECONDS", field="guide_compile_timeout_s"),
     Flag("drain-grace", _number(0, 86400), 30.0, "seconds that live streams get after SIGTERM", "SECONDS",
          field="drain_grace_s"),
     Flag("log-format", _text, None, "default: console where stderr is a terminal, else json", "FORMAT",
@@ -333,7 +352,6 @@ FLAGS = (
 
 NOT_YET = (
     Flag("quantization", str, "none", "weights in fewer bits", "NAME"),
-    Flag("metrics-port", str, None, "metrics", "PORT"),
 )
 """Flags of later versions, each refused unless it has the value that changes nothing."""
 
@@ -459,6 +477,8 @@ def _check_doors(config: ServerConfig, refuse: Callable[[str], None]) -> None:
         )
     if config.health_port and config.health_port == config.port:
         refuse(f"--health-port and --port are both {config.port}: they are two ports")
+    if config.metrics_port and config.metrics_port in (config.port, config.health_port):
+        refuse(f"--metrics-port is {config.metrics_port}, as another of the ports is")
 
 
 def termination_log(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Path | None:

@@ -26,6 +26,7 @@ SUSPECTS_IN_RECORD_MAX = 4
 """A record is as long for many streams as for few; the crash report has more."""
 STACKS_CHARS_IN_RECORD_MAX = 8 * 1024
 CONFIGURATION_TYPES = ("ConfigurationError", "ModelUnsupportedError")
+OUT_OF_MEMORY_TYPES = ("MemoryError", "OutOfMemoryError")
 FORESEEN_TYPES = ("StartupError", *CONFIGURATION_TYPES)
 
 
@@ -189,6 +190,20 @@ def root_cause(death: Death, status: int | None) -> str:
         return " ".join(f"{report.exception_type}: {report.message} ({where})".split())
     ending = "not reaped" if status is None else _signal(status) or f"exit status {status}"
     return f"{death.cause} ({ending})"
+
+
+def cause_kind(death: Death, process: EngineProcess) -> str:
+    """One of `service.metrics.recorder.DEATH_CAUSES`, of a death whose process has been reaped if it could be."""
+    report, status = death.report, process.returncode
+    if death.is_hang:
+        return "hang"
+    if report is not None:
+        return "out_of_memory" if report.exception_type.endswith(OUT_OF_MEMORY_TYPES) else "exception"
+    if process.oom_kills():
+        return "out_of_memory"
+    if process.was_killed_by_us or status is None:
+        return "connection"  # it closed its socket or sent what is no message, and lived on
+    return "signal" if status < 0 else "exit"
 
 
 def last_lines(lines: Sequence[str]) -> list[str]:

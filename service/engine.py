@@ -17,19 +17,30 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from scheduler import logs
 from scheduler.config import EngineConfig
 from scheduler.flight_record import FlightRecord
-from scheduler.messages import Activate, EngineFailed, LoadProgress, Phase, Ready, StandingBy, Submit
+from scheduler.messages import (
+    Activate,
+    EngineFailed,
+    EngineStats,
+    LoadProgress,
+    Phase,
+    Ready,
+    StandingBy,
+    StepOutputs,
+    Submit,
+)
 from service import crash_report
-from service.death import Death, crash_facts, record_fields, root_cause
+from service.death import Death, cause_kind, crash_facts, record_fields, root_cause
 from service.engine_client import EngineClient
 from service.engine_process import ENGINE_COMMAND, EngineProcess
 from service.hang_watch import Finding, HangWatch
+from service.metrics.recorder import Metrics
 from service.stream import RequestStream
 
 WATCH_INTERVAL_S = 0.1
@@ -78,6 +89,7 @@ class EngineSettings:
     model: str = ""
     """The name it is served under."""
     clock: Callable[[], float] = time.monotonic
+    metrics: Metrics = field(default_factory=Metrics)
 
 
 class Engine:
@@ -102,7 +114,7 @@ class Engine:
         """It was waiting to be told what to do, and has been: its answer is due within the step deadline."""
         self.load_timeout_s: float | None = None
         """How long a stage of loading may take; None: as long as it likes."""
-        self.client = EngineClient(self)
+        self.client = EngineClient(self, clock=self._clock, on_step=self._note_step)
         self.process: EngineProcess | None = None
         self.config: EngineConfig | None = None
         """None until it was told what to load: until then it is a process with its imports done."""
@@ -240,6 +252,9 @@ class Engine:
         """The connection is over."""
         self._die(cause)
 
+    def _note_step(self, before: EngineStats, step: StepOutputs) -> None:
+        self._settings.metrics.step(self.name, before, step)
+
     # Death
 
     def request_ids_in_step(self, record: FlightRecord) -> frozenset[int] | None:
@@ -279,6 +294,7 @@ class Engine:
         await process.wait_output(OUTPUT_TIMEOUT_S)
         if self.is_spare or (death.is_foreseen and death.decision.is_first_start):
             return  # the latter is told as what the server could not start for
+        self._settings.metrics.engine_died(cause_kind(death, process))
         fields = record_fields(death, self.name, process)
         path = await self._write_report(death, process)
         logs.get_logger().critical("fatal error", **fields, crash_report=path)

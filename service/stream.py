@@ -22,8 +22,8 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from scheduler.messages import SequenceOutput, TokenLogprobs
-from service.errors import CallError
 from service.call_record import Timeline
+from service.errors import CallError
 from service.journal import JournalEntry
 from service.limits import STREAM_BUFFER_BYTES
 from service.time_limits import NO_TIME_LIMITS, TimeLimits
@@ -184,6 +184,9 @@ class RequestStream:
 
 def _size_bytes(output: SequenceOutput) -> int:
     """About what it takes in memory."""
-    entries: Sequence[TokenLogprobs] = (*(output.logprobs or ()), *(output.prompt_logprobs or ()))
+    entries: Sequence[TokenLogprobs] = output.logprobs or ()
     size = _OUTPUT_BYTES + _TOKEN_BYTES * len(output.new_token_ids) + _LOGPROBS_BYTES * len(entries)
+    if (prompt := output.prompt_logprobs) is not None:
+        # Packed: they take what they are, and as much again for ids and ranks.
+        size += 2 * (len(prompt.logprobs) + len(prompt.top_logprobs))
     return size + sum(_TOP_BYTES * len(entry.top_token_ids) for entry in entries)
