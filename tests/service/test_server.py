@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import socket
 import time
 from pathlib import Path
@@ -268,7 +269,7 @@ async def test_a_stop_while_loading_is_quick_and_clean(model: Path, log: Capture
 async def test_a_lost_listener_is_replaced(model: Path, log: CapturedLogs) -> None:
     """If gRPC closes the port by itself, it is open again for new connections, at the same address."""
     async with running(model) as run:
-        await run.server._grpc.stop(None)  # as the crash handler of gRPC's own loop does
+        await run.server._listeners[0]._server.stop(None)  # as the crash handler of gRPC's own loop does
         await until(lambda: log.of("listener lost"))
         async with grpc.aio.insecure_channel(run.server.address, [("grpc.use_local_subchannel_pool", 1)]) as fresh:
             health = health_pb2_grpc.HealthStub(fresh)
@@ -291,7 +292,7 @@ async def test_a_port_that_is_lost_for_good_ends_the_process(
         def refuse(self: grpc.aio.Server, address: str) -> int:
             raise RuntimeError(address)
 
-        monkeypatch.setattr(Server, "_new_listener", taken)
-        await run.server._grpc.stop(None)
+        monkeypatch.setattr(run.server._listeners[0], "_make_server", functools.partial(taken, run.server))
+        await run.server._listeners[0]._server.stop(None)
         assert await run.exit_code() is ExitCode.BUG
     assert log.of("port lost")
