@@ -37,6 +37,8 @@ SAMPLES: dict[type[errors.CallError], errors.CallError] = {
         errors.AbortedByAdministratorError: errors.AbortedByAdministratorError,
         errors.TimeLimitError: lambda: errors.TimeLimitError("deadline", "queue"),
         errors.GuideLimitError: lambda: errors.GuideLimitError("time"),
+        errors.BadGuideError: errors.BadGuideError,
+        errors.GuideDeadEndError: errors.GuideDeadEndError,
         errors.InternalError: lambda: errors.InternalError("i-1"),
     }.items()
 }
@@ -103,6 +105,8 @@ def test_the_table_has_no_row_too_many() -> None:
         (errors.AbortedByAdministratorError(), "ABORTED", "ABORTED_BY_ADMINISTRATOR", None),
         (errors.TimeLimitError("deadline", "admission"), "DEADLINE_EXCEEDED", "TIME_LIMIT", None),
         (errors.GuideLimitError("time"), "INVALID_ARGUMENT", "GUIDE_LIMIT", None),
+        (errors.BadGuideError(), "INVALID_ARGUMENT", "BAD_GUIDE", "-1"),
+        (errors.GuideDeadEndError(), "INVALID_ARGUMENT", "GUIDE_DEAD_END", "-1"),
     ],
 )
 def test_codes_reasons_and_pushbacks(error: errors.CallError, code: str, reason: str, pushback: str | None) -> None:
