@@ -179,14 +179,14 @@ class Accounts:
             (log.debug if outcome.is_quiet else log.info)("request finished", **_line(call, outcome))
 
     @contextlib.contextmanager
-    def _guarded(self, where: str) -> Iterator[None]:
+    def _guarded(self, part: str) -> Iterator[None]:
         """Told once for each place: what fails for one call fails for all."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - no call may end otherwise because its account could not be kept
-            if where not in self._failed:
-                self._failed.add(where)
-                logs.get_logger().error("account not kept", where=where, **logs.describe(error))
+            if part not in self._failed:
+                self._failed.add(part)
+                logs.get_logger().error("account not kept", part=part, **logs.describe(error))
 
 
 def _record(method: str, account: Account, outcome: _Outcome, ended_s: float) -> CallRecord:

@@ -2,7 +2,7 @@
 
 What lives here: the families. What must not: counting, HTTP. Runs in the exporter's thread and takes no lock: it reads
 numbers, tuples and frozen records that the loop replaces whole. What changes between two of its reads makes a scrape a
-moment older in one place than in another, no more. A family that raises is left out, logged once and counted.
+moment older in one place than in another, no more. Where one raises, the rest of its group is left out; that is logged once and counted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from service.admission import Admission
 from service.config import ServerConfig
 from service.dispatch import Dispatcher
 from service.info import VERSION
-from service.metrics.instruments import Counter, Histogram
+from service.metrics.instruments import Histogram
 from service.metrics.recorder import EngineMetrics, Metrics
 from service.replica import EngineState, Replica
 from service.supervisor import Supervisor
@@ -65,7 +65,7 @@ class Collector(PrometheusCollector):
             self._failures,  # last: it counts what failed before it
         ):
             try:
-                yield from list(family())
+                yield from family()
             except Exception as error:  # noqa: BLE001 - the guard: what remains is told all the same
                 self._metrics.failed(f"collect {family.__name__.strip('_')}", error)
 
@@ -195,8 +195,8 @@ class Collector(PrometheusCollector):
         yield histogram("engine_step_tokens", "Tokens that a step computed", lambda one: one.step_tokens)
 
     def _failures(self) -> Iterator[Metric]:
-        failures: Counter = self._metrics.failures
-        yield _counter("metric_failures", "Times that keeping a metric has raised", ("where",), failures.values())
+        failures = [((metric,), count) for metric, count in list(self._metrics.failures.items())]
+        yield _counter("metric_failures", "Times that keeping or telling a metric has raised", ("metric",), failures)
 
 
 def _stats(replica: Replica) -> EngineStats:
