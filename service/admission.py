@@ -45,6 +45,7 @@ class Ticket:
         self.num_tokens = num_tokens
         self.priority = 0
         self.is_waiting = True
+        self.is_preparing = True
         self.is_live = True
         self.is_aborted = False
 
@@ -63,9 +64,10 @@ class Ticket:
         self._admission.settle(self, num_tokens)
 
     def check(self) -> None:
-        """Raises AbortedByAdministratorError if it was aborted while it was being prepared."""
+        """It is prepared. Raises AbortedByAdministratorError if it was aborted meanwhile."""
         if self.is_aborted:
             raise AbortedByAdministratorError
+        self._admission.prepared(self)
 
     def started(self) -> None:
         """Its first output is there: it waits no more. Idempotent."""
@@ -111,6 +113,8 @@ class Admission:
         """Requests that hold a place, running ones included."""
         self.num_waiting = 0
         self.num_waiting_tokens = 0
+        self.num_preparing = 0
+        """Of those that wait: requests that nobody has been given yet."""
         self.idle = asyncio.Event()
         """Set while no request is live."""
         self.idle.set()
@@ -151,6 +155,7 @@ class Admission:
         ticket = Ticket(self, num_tokens)
         self.num_live += 1
         self.num_waiting += 1
+        self.num_preparing += 1
         self.num_waiting_tokens += num_tokens
         self._waiting_by_priority[ticket.priority] += 1
         self.idle.clear()
@@ -182,6 +187,12 @@ class Admission:
         ticket.num_tokens = num_tokens
         self.num_waiting_tokens = others + num_tokens
 
+    def prepared(self, ticket: Ticket) -> None:
+        """The ticket's request is on its way to an engine, or to its end."""
+        if ticket.is_preparing:
+            ticket.is_preparing = False
+            self.num_preparing -= 1
+
     def started(self, ticket: Ticket) -> None:
         """The ticket's request waits no more."""
         if ticket.is_waiting:
@@ -204,6 +215,7 @@ class Admission:
             return
         ticket.is_live = False
         self.num_live -= 1
+        self.prepared(ticket)
         self._leave_queue(ticket)
         if ticket.label is not None:
             del self._labels[ticket.label]

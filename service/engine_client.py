@@ -101,6 +101,10 @@ class EngineClient:
         """Messages put on the socket since the engine was ready or about to be."""
         self.stats = EngineStats()
         """As of the last step."""
+        self.num_generated_tokens = 0
+        """Output tokens that it has brought, those of streams that had left included."""
+        self.last_step_s = 0.0
+        """How long its last step took."""
         self.step_taken_s = 0.0
         """When the last step's outputs came in."""
 
@@ -204,7 +208,9 @@ class EngineClient:
         self.step_taken_s = self._clock()
         self._on_step(self.stats, step)
         self.stats = step.stats
+        self.last_step_s = step.step_s
         for output in step.outputs:
+            self.num_generated_tokens += len(output.new_token_ids)
             stream = self._streams.get(output.request_id)
             if stream is not None:  # else it was aborted while this step ran
                 stream.deliver(output)

@@ -65,6 +65,7 @@ class InfoServicer:
                 max_guide_bytes=limits.max_guide_bytes,
                 max_guide_choices=limits.max_guide_choices,
                 max_sequences=limits.max_sequences,
+                max_prompt_logprob_entries=limits.max_prompt_logprob_entries,
             ),
             sampling_defaults=info_pb2.SamplingDefaults(
                 temperature=defaults.temperature,
@@ -77,6 +78,7 @@ class InfoServicer:
                 chat=tokenizer.has_chat_template,
                 guided=bool(backend.eos_token_ids),
                 multiple_sequences=limits.max_sequences > 1,
+                prompt_logprobs=True,
                 resume_on_engine_death=True,
                 time_limits=True,
                 stream_interval=True,
@@ -97,17 +99,22 @@ class InfoServicer:
     async def GetLoad(  # noqa: N802 - the protocol's name
         self, _message: info_pb2.GetLoadRequest, _context: _Context
     ) -> info_pb2.GetLoadResponse:
-        """As of the last step; those that are still being tokenized wait, too."""
+        """As of the last step; what no engine has been given yet waits, too: it is being tokenized, or an engine is
+        missing. An answer that is all there and still being read is a live call and nothing else.
+        """
         backend = self.backend
-        stats = [replica.stats for replica in backend.supervisor.replicas]
-        num_before_engine = backend.admission.num_live - len(backend.journal) + backend.dispatcher.num_waiting
+        serving = [replica for replica in backend.supervisor.replicas if replica.is_serving]
+        stats = [replica.stats for replica in serving]
+        num_before_engine = backend.admission.num_preparing + backend.dispatcher.num_waiting
         return info_pb2.GetLoadResponse(
             running=sum(one.num_running for one in stats),
             waiting=sum(one.num_waiting for one in stats) + num_before_engine,
             waiting_tokens=sum(one.num_waiting_tokens for one in stats),
             kv_blocks_used=sum(one.num_used_kv_blocks for one in stats),
-            kv_blocks_total=sum(one.num_kv_blocks for one in stats),
+            kv_blocks_total=sum(replica.ready.num_kv_blocks for replica in serving if replica.ready is not None),
             preemptions_total=sum(one.num_preemptions_total for one in stats),
+            generated_tokens_total=backend.totals.num_generated_tokens,
+            live_calls=backend.totals.num_live_calls,
         )
 
 
@@ -116,13 +123,24 @@ def _engine_info(replica: Replica) -> info_pb2.EngineInfo:
         index=replica.index,
         state=replica.state.value,  # type: ignore[arg-type] # the numbers are the same
         pid=replica.pid,
+        deaths=replica.num_deaths,
+        last_death_id=replica.last_death_id,
     )
-    ready = replica.ready if replica.is_serving else None
-    if ready is not None:
+    if replica.is_serving:
+        assert replica.ready is not None
+        assert replica.engine is not None
+        ready, client, stats = replica.ready, replica.engine.client, replica.stats
         info.device = ready.device
         info.attention_backend = ready.attention_backend
         info.attention_backend_note = NEVER_RUN_NOTES.get(ready.attention_backend, "")
         info.block_size = ready.block_size
         info.num_kv_blocks = ready.num_kv_blocks
         info.startup.FromMilliseconds(int(ready.startup_s * 1000))
+        info.load.running = stats.num_running
+        info.load.waiting = stats.num_waiting
+        info.load.kv_blocks_used = stats.num_used_kv_blocks
+        info.load.streams = client.num_streams
+        info.load.generated_tokens_total = client.num_generated_tokens
+        info.load.step.FromMicroseconds(int(client.last_step_s * 1_000_000))
+        info.load.SetInParent()  # an idle engine's is there, too
     return info

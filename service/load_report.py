@@ -31,7 +31,6 @@ from scheduler.messages import EngineStats
 from service.admission import Admission
 from service.config import ServerConfig
 from service.dispatch import Dispatcher
-from service.journal import Journal
 from service.supervisor import Supervisor
 from service.totals import Totals
 
@@ -111,14 +110,12 @@ class LoadReporter:
         totals: Totals,
         supervisor: Supervisor,
         admission: Admission,
-        journal: Journal,
         dispatcher: Dispatcher,
     ) -> None:
         self._max_num_seqs = config.max_num_seqs
         self._totals = totals
         self._supervisor = supervisor
         self._admission = admission
-        self._journal = journal
         self._dispatcher = dispatcher
         self._rates = Rates(clock, totals)
 
@@ -151,5 +148,5 @@ class LoadReporter:
 
     def _num_waiting(self, stats: list[EngineStats]) -> int:
         """In engines, for one, and on their way there."""
-        num_before_engine = self._admission.num_live - len(self._journal) + self._dispatcher.num_waiting
-        return sum(one.num_waiting for one in stats) + max(num_before_engine, 0)
+        num_before_engine = self._admission.num_preparing + self._dispatcher.num_waiting
+        return sum(one.num_waiting for one in stats) + num_before_engine

@@ -13,7 +13,6 @@ from service.admission import Admission
 from service.config import ServerConfig
 from service.dispatch import Dispatcher
 from service.info import VERSION
-from service.journal import Journal
 from service.load_report import LoadReporter
 from service.metrics.collector import Collector
 from service.metrics.exporter import MetricsExporter
@@ -42,7 +41,7 @@ class Observation:
         """Where metrics are told; None: nowhere."""
         return None if self._exporter is None else self._exporter.address
 
-    def watch(self, supervisor: Supervisor, admission: Admission, journal: Journal, dispatcher: Dispatcher) -> Accounts:
+    def watch(self, supervisor: Supervisor, admission: Admission, dispatcher: Dispatcher) -> Accounts:
         """The parts are there; returns what keeps the accounts of calls."""
         config = self._config
         if config.metrics_port is not None:
@@ -54,7 +53,6 @@ class Observation:
             totals=self.totals,
             supervisor=supervisor,
             admission=admission,
-            journal=journal,
             dispatcher=dispatcher,
         )
         return Accounts(

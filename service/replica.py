@@ -55,6 +55,7 @@ class Replica:
     ready: Ready | None = None
     """What its last engine that became ready said of itself; None: it never had one."""
     num_deaths: int = 0
+    last_death_id: str = ""
     state_since_s: float = 0.0
     next_start_s: float | None = None
     """In BACKOFF, and foreseen in DEAD: when the next engine is started; None: not known."""

@@ -212,7 +212,7 @@ class Server:
             self._supervisor,
             self._dispatcher,
             totals,
-            self._observation.watch(self._supervisor, self._admission, self._journal, self._dispatcher),
+            self._observation.watch(self._supervisor, self._admission, self._dispatcher),
             prompt_workers=self._workers("prompts", PROMPT_THREADS),
             tool_workers=self._workers("tools", TOOL_THREADS),
         )

@@ -288,6 +288,7 @@ class Supervisor:
         self._dying.add(engine)
         self._last_death = death
         replica.num_deaths += 1
+        replica.last_death_id = death.death_id
         replica.move_to(EngineState.DEAD, self._clock())
         death.decision = self._decide(replica, engine.served_s)
         self._foresee_start(replica, death.decision.restart_in_s)
