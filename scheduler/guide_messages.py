@@ -102,6 +102,8 @@ class GuideCompilerFailed:
     exception_type: str
     message: str
     """Of an exception that was raised before any guide came."""
+    is_unsupported: bool = False
+    """It never will: the model's tokenizer is of a kind that guides cannot follow."""
 
 
 GuideMessage = GuideCompilerConfig | CompileGuide | GuideCompilerReady | GuideCompiled | GuideCompilerFailed

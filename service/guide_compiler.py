@@ -78,6 +78,7 @@ _WHAT_IT_MUST_BE = {
     GuideKind.REGEX: "must be a regular expression, without look-around, back-references and word boundaries",
     GuideKind.GRAMMAR: "must be a grammar in GBNF whose rule `root` matches some text",
 }
+_UNSUPPORTED = "guided: this model's tokenizer is of a kind that guides cannot follow"
 _LIMIT_OF = {GuideOutcome.TIME: "time", GuideOutcome.MEMORY: "memory", GuideOutcome.SIZE: "size"}
 
 
@@ -135,6 +136,7 @@ class GuideCompiler:
         self._is_closed = False
         self._retry_at_s = 0.0
         self._failure_reason = ""
+        self._is_unsupported = False
         self._jobs: dict[bytes, _Job] = {}
         self._queue: deque[_Job] = deque()
         self._sent: dict[int, _Job] = {}
@@ -191,6 +193,8 @@ class GuideCompiler:
         if job is None:
             if len(self._jobs) >= JOBS_MAX:
                 raise self._make_refusal()
+            if self._is_unsupported:
+                raise UnsupportedOptionError([_UNSUPPORTED])
             if self._child is None and self._clock() < self._retry_at_s:
                 raise _incident(self._failure_reason)
             self._num_jobs_ever += 1
@@ -202,6 +206,8 @@ class GuideCompiler:
         try:
             return await asyncio.shield(job.future)
         except _NoCompilerError as error:
+            if self._is_unsupported:
+                raise UnsupportedOptionError([_UNSUPPORTED]) from None
             raise _incident(error.reason) from None
         finally:
             job.num_waiting -= 1
@@ -243,6 +249,7 @@ class GuideCompiler:
                     self._finish(job, message)
             case GuideCompilerFailed():
                 self._failure_reason = f"{message.exception_type}: {message.message}"
+                self._is_unsupported = message.is_unsupported
             case _:
                 raise TypeError(f"a guide compiler does not say {type(message).__name__}")
         self._advance()

@@ -77,8 +77,13 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     try:
         compile_source = _load(config)
     except BaseException as error:  # noqa: BLE001 - told to whoever started us, and the end
-        message = str(error)[:MESSAGE_CHARS_MAX]
-        connection.sendall(encode(GuideCompilerFailed(f"{type(error).__module__}.{type(error).__qualname__}", message)))
+        name = type(error).__qualname__
+        failure = GuideCompilerFailed(
+            exception_type=f"{type(error).__module__}.{name}",
+            message=str(error)[:MESSAGE_CHARS_MAX],
+            is_unsupported=name == "UnsupportedVocabularyError",  # its module may be what cannot be imported
+        )
+        connection.sendall(encode(failure))
         os._exit(1)
     gc.collect()
     gc.freeze()  # what jobs share with us is not written to by their collector

@@ -294,3 +294,16 @@ async def test_closing_ends_the_process_and_lets_nobody_hang(rig: Rig) -> None:
     rig.child.on_lost()
     with pytest.raises(InternalError):
         await task
+
+
+async def test_a_tokenizer_that_guides_cannot_follow_is_an_option_not_supported(rig: Rig) -> None:
+    """For good: no later guide starts a process to find out again."""
+    task = await rig.ask(regex("a"))
+    rig.child.on_message(GuideCompilerFailed("UnsupportedVocabularyError", "", is_unsupported=True))
+    rig.child.on_lost()
+    with pytest.raises(UnsupportedOptionError):
+        await task
+    rig.now_s += RESTART_AFTER_S
+    with pytest.raises(UnsupportedOptionError):
+        await rig.compiler.compile(regex("b"))
+    assert len(rig.children) == 1

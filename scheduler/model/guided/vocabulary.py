@@ -11,15 +11,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import xgrammar
 from transformers import PreTrainedTokenizerFast
+
+CHECKED_TOKENS = 1024
+"""Of a vocabulary, spread over it."""
+
+
+class UnsupportedVocabularyError(Exception):
+    """Its tokens are no pieces of text that could be strung together."""
 
 
 def read_vocabulary(model: str | Path, revision: str | None, vocab_size: int) -> list[bytes]:
     """The bytes of each id in [0, vocab_size); empty for a token without a text of its own.
 
-    The files are those that the model was loaded from: nothing is fetched. Raises what reading them raises.
+    The files are those that the model was loaded from: nothing is fetched. Raises UnsupportedVocabularyError, and what
+    reading them raises.
     """
     tokenizer = PreTrainedTokenizerFast.from_pretrained(str(model), revision=revision or "main", local_files_only=True)
     # Some id must be named here; which one makes no difference to the bytes.
@@ -29,7 +38,33 @@ def read_vocabulary(model: str | Path, revision: str | None, vocab_size: int) ->
     for token_id in {*tokenizer.all_special_ids, *flagged}:
         if token_id < len(vocabulary):
             vocabulary[token_id] = b""
+    _check(tokenizer, vocabulary)
     return vocabulary
+
+
+def _check(tokenizer: Any, vocabulary: Sequence[bytes]) -> None:
+    """Compares what tokens are taken for with what the tokenizer makes of them behind another one.
+
+    Raises UnsupportedVocabularyError if a token's text depends on its place in a word, or is found in another way.
+    """
+    texts = {token_id: _text(token) for token_id, token in enumerate(vocabulary)}
+    known = [token_id for token_id, text in texts.items() if text and text.strip() and token_id < len(tokenizer)]
+    if not known:
+        raise UnsupportedVocabularyError("no token has a text of its own")
+    anchor = known[0]
+    checked = known[:: max(1, len(known) // CHECKED_TOKENS)]
+    before = len(tokenizer.backend_tokenizer.decode([anchor], skip_special_tokens=False))
+    decoded = tokenizer.backend_tokenizer.decode_batch([[anchor, token_id] for token_id in checked])
+    num_others = sum(text[before:] != texts[token_id] for text, token_id in zip(decoded, checked, strict=True))
+    if num_others:
+        raise UnsupportedVocabularyError(f"{num_others} of {len(checked)} tokens have another text than their bytes")
+
+
+def _text(token: bytes) -> str | None:
+    try:
+        return token.decode()
+    except UnicodeDecodeError:
+        return None  # a part of a character, which the tokenizer alone would write as U+FFFD
 
 
 def tokenizer_info(vocabulary: Sequence[bytes], eos_token_ids: Sequence[int]) -> xgrammar.TokenizerInfo:
