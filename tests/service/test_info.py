@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import grpc
 import pytest
 
 from emberline.v1 import inference_pb2, info_pb2
+from service.servicer import InferenceServicer
 from tests.service.fake_engine import Trigger
 from tests.service.front_end import Running, details, error_of, rest_of, running
 from tests.service.support import CapturedLogs, fake_engine
@@ -97,12 +100,17 @@ async def test_what_waits_for_an_engine_waits(model: Path, log: CapturedLogs) ->
         orphan = await load_when(run, lambda load: load.waiting == 1)
         assert (orphan.running, orphan.live_calls, orphan.kv_blocks_total) == (0, 1, 0)
         await rest_of(call)
-        # Much more than gRPC takes in advance, all of it there at once, and nobody reads.
-        wide = inference_pb2.OutputOptions(prompt_logprobs=20)
-        stalled = run.generate(*[5] * 3000, max_tokens=1, output=wide)
-        await load_when(run, lambda load: (load.live_calls, load.waiting, load.running) == (1, 0, 0))
-        (first,) = [delta async for delta in stalled]
-        assert len(first.prompt.tokens) == 3000
+        context = mock.Mock(grpc.aio.ServicerContext)
+        context.time_remaining.return_value = None
+        context.invocation_metadata.return_value = ()
+        deltas = InferenceServicer(run.server._backend).Generate(_request(1), context)
+        async with contextlib.aclosing(deltas):
+            async for delta in deltas:
+                assert delta.HasField("finish")
+                await load_when(run, lambda load: load.running == 0 and load.generated_tokens_total == 301)
+                assert not len(run.server._journal)
+                read = await load_of(run)
+                assert (read.live_calls, read.waiting) == (1, 0)
 
 
 @pytest.mark.parametrize("trigger", [Trigger.SIGKILL, Trigger.RAISE])
