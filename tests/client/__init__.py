@@ -1,0 +1,1 @@
+"""Tests of emberline.client and the commands built on it."""
