@@ -22,6 +22,8 @@ from service.errors import TimeLimitError
 DEADLINE_MARGIN_S = 0.05
 """A first step this close to the caller's own deadline is of no use to it, and a status that says why needs a moment to
 reach it: its library gives up by itself at the deadline, and then nobody is told more."""
+DEADLINE_ROUNDING = 0.01
+"""Share by which a deadline may look later here than it is: gRPC sends what is left of it, rounded up to three digits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,8 @@ class TimeLimits:
         if max_time_s is not None:
             moments.append(FirstStepLimit(now_s + max_time_s, "max_time"))
         if deadline_s is not None:
-            moments.append(FirstStepLimit(now_s + deadline_s - min(DEADLINE_MARGIN_S, deadline_s / 2), "deadline"))
+            margin_s = min(DEADLINE_MARGIN_S + DEADLINE_ROUNDING * deadline_s, deadline_s / 2)
+            moments.append(FirstStepLimit(now_s + deadline_s - margin_s, "deadline"))
         first_step = min(moments, key=lambda moment: moment.at_s, default=None)
         return cls(first_step, None if max_time_s is None else now_s + max_time_s)
 
