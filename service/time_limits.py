@@ -23,7 +23,7 @@ DEADLINE_MARGIN_S = 0.05
 """A first step this close to the caller's own deadline is of no use to it, and a status that says why needs a moment to
 reach it: its library gives up by itself at the deadline, and then nobody is told more."""
 DEADLINE_ROUNDING = 0.01
-"""Share by which a deadline may look later here than it is: gRPC sends what is left of it, rounded up to three digits."""
+"""Share by which a deadline may look later here than it is: gRPC sends what is left of it, rounded up."""
 
 
 @dataclass(frozen=True, slots=True)

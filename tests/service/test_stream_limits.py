@@ -88,8 +88,8 @@ async def test_an_answer_in_time_is_not_touched(model: Path, log: CapturedLogs) 
 
 
 async def test_the_deadline_of_the_call_itself_goes_to_the_engine(model: Path, log: CapturedLogs) -> None:
-    """An engine is told less than what the caller's library waits, which is rounded up on its way, so that the caller is
-    told why."""
+    """An engine is told less than the time that the caller's library waits (and rounds up on its way), so that the
+    caller is told why."""
     async with running(model) as run:
         call = run.inference.Generate(request(Trigger.SILENT.value), timeout=20)
         await until(lambda: len(run.server._journal))
