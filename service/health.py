@@ -3,6 +3,10 @@
 The law: the latest value per watcher and nothing else; no lock is held across a write, so one stalled watcher harms
 nobody; a Watch ends only when its caller or `close()` ends it.
 
+Names: `""`, `readiness` and InferenceService tell whether a request sent now would be served; `liveness` whether the
+process can recover by itself; each other service that is offered has its own name too, and serves whenever it would
+answer, which needs no engine.
+
 A watcher is a task that compares the value it last sent with the present one, sends the difference, and sleeps on an
 event of its own. A value that comes and goes while it is writing is never sent: what it sends next is the latest.
 A client that watches takes a Watch that ends as a failure and UNIMPLEMENTED as healthy, so neither happens by accident.
@@ -22,6 +26,9 @@ from service.limits import WATCHERS_MAX
 
 READINESS_NAMES = ("", "readiness", "emberline.v1.InferenceService")
 LIVENESS_NAME = "liveness"
+TOKENIZER_NAME = "emberline.v1.TokenizerService"
+INFO_NAME = "emberline.v1.InfoService"
+ADMIN_NAME = "emberline.v1.AdminService"
 NAME_CHARS_MAX = 256
 """Of the service asked for: a Watch of an unknown name holds it for as long as it lives."""
 
@@ -52,6 +59,10 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # th
     def set_alive(self, alive: bool) -> None:
         """Whether the process can still recover by itself. Never blocks."""
         self._set((LIVENESS_NAME,), _SERVING if alive else _NOT_SERVING)
+
+    def set_offered(self, name: str, *, serving: bool) -> None:
+        """This service is there, and whether it would answer. Never blocks."""
+        self._set((name,), _SERVING if serving else _NOT_SERVING)
 
     def close(self) -> None:
         """End every Watch (after it has been sent the last value if its reader takes it) and refuse new ones. Check and

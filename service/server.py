@@ -49,7 +49,7 @@ from service.errors import DrainingError, QueueFullError
 from service.exit import ExitCode, write_termination_log
 from service.guide_child import GUIDE_COMMAND, GuideChild
 from service.guide_compiler import GuideCompiler
-from service.health import HealthServicer
+from service.health import ADMIN_NAME, INFO_NAME, TOKENIZER_NAME, HealthServicer
 from service.info import InfoServicer
 from service.journal import Journal
 from service.limits import (
@@ -225,6 +225,10 @@ class Server:
         )
         self._backend.guides = self._guides
         self._health = HealthServicer()
+        self._health.set_offered(INFO_NAME, serving=True)
+        self._health.set_offered(TOKENIZER_NAME, serving=False)
+        if config.enable_admin:
+            self._health.set_offered(ADMIN_NAME, serving=True)
         self._admin = AdminServicer(self._backend, self.drain)
         self._calls = _LiveCalls()
         self._secure()
@@ -349,6 +353,7 @@ class Server:
         if tokenizer is None:
             return
         self._backend.limits = _limits(self._config, tokenizer, ready)
+        self._health.set_offered(TOKENIZER_NAME, serving=True)
         if ready is None:
             return
         self._backend.eos_token_ids = _eos_token_ids(tokenizer, ready)

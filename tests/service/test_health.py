@@ -8,7 +8,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from service.health import LIVENESS_NAME, READINESS_NAMES, HealthServicer
+from service.health import INFO_NAME, LIVENESS_NAME, READINESS_NAMES, TOKENIZER_NAME, HealthServicer
 from service.status import safe_handlers
 
 Response = health_pb2.HealthCheckResponse
@@ -69,6 +69,21 @@ async def test_liveness_begins_serving(served: Served) -> None:
     assert await served.check(LIVENESS_NAME) == SERVING
     served.health.set_alive(False)
     assert await served.check(LIVENESS_NAME) == NOT_SERVING
+
+
+async def test_each_offered_service_has_its_own_name(served: Served) -> None:
+    """Check, Watch and List know it from then on; readiness does not move it, nor it readiness."""
+    watch = served.watch(INFO_NAME)
+    assert await next_status(watch) == SERVICE_UNKNOWN
+    served.health.set_offered(INFO_NAME, serving=True)
+    assert await next_status(watch) == SERVING
+    served.health.set_offered(TOKENIZER_NAME, serving=False)
+    served.health.set_serving(False)
+    assert (await served.check(INFO_NAME), await served.check(TOKENIZER_NAME)) == (SERVING, NOT_SERVING)
+    listed = (await served.stub.List(health_pb2.HealthListRequest())).statuses
+    assert set(listed) == {*READINESS_NAMES, LIVENESS_NAME, INFO_NAME, TOKENIZER_NAME}
+    assert listed[INFO_NAME].status == SERVING
+    watch.cancel()
 
 
 async def test_an_unknown_name(served: Served) -> None:

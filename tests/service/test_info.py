@@ -11,11 +11,11 @@ from unittest import mock
 import grpc
 import pytest
 
-from emberline.v1 import inference_pb2, info_pb2
+from emberline.v1 import inference_pb2, info_pb2, tokenizer_pb2
 from service.servicer import InferenceServicer
 from tests.service.fake_engine import Trigger
 from tests.service.front_end import Running, details, error_of, rest_of, running
-from tests.service.support import CapturedLogs, fake_engine
+from tests.service.support import CapturedLogs, fake_engine, until
 
 
 async def load_of(run: Running) -> info_pb2.GetLoadResponse:
@@ -111,6 +111,24 @@ async def test_what_waits_for_an_engine_waits(model: Path, log: CapturedLogs) ->
                 assert not len(run.server._journal)
                 read = await load_of(run)
                 assert (read.live_calls, read.waiting) == (1, 0)
+
+
+async def test_services_that_need_no_engine_are_healthy_without_one(model: Path, log: CapturedLogs) -> None:
+    """While an engine loads, InfoService and TokenizerService are SERVING and answer, and readiness is not; a service
+    that is not offered has no name.
+    """
+    async with running(model, engine=fake_engine(load_s=600), wait=False) as run:
+        await until(lambda: run.server._backend.tokenizer is not None)
+        assert await run.readiness("emberline.v1.InfoService") == "SERVING"
+        assert await run.readiness("emberline.v1.TokenizerService") == "SERVING"
+        assert await run.readiness("emberline.v1.InferenceService") == "NOT_SERVING"
+        await load_of(run)
+        await run.tokenizer.Tokenize(tokenizer_pb2.TokenizeRequest(text="a"))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await run.readiness("emberline.v1.AdminService")
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+    async with running(model, "--enable-admin") as run:
+        assert await run.readiness("emberline.v1.AdminService") == "SERVING"
 
 
 @pytest.mark.parametrize("trigger", [Trigger.SIGKILL, Trigger.RAISE])
