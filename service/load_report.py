@@ -12,6 +12,8 @@ weighted round robin) reads `endpoint-load-metrics-bin` from every answer, and w
 | `utilization["kv_cache"]` | KV blocks in use over all blocks |
 | `named_metrics` | `running`, `waiting`, `waiting_tokens`, `live_calls`, `engines_serving` |
 
+gRPC's own client libraries hand the report to their balancer and strike it from what an application sees.
+
 `cpu_utilization` and `mem_utilization` are left out: where a GPU does the work they say nothing, and a balancer takes
 the utilization above wherever it is there.
 

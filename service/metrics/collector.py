@@ -2,7 +2,8 @@
 
 What lives here: the families. What must not: counting, HTTP. Runs in the exporter's thread and takes no lock: it reads
 numbers, tuples and frozen records that the loop replaces whole. What changes between two of its reads makes a scrape a
-moment older in one place than in another, no more. Where one raises, the rest of its group is left out; that is logged once and counted.
+moment older in one place than in another, no more. Where one raises, the rest of its group is left out; that is logged
+once and counted.
 """
 
 from __future__ import annotations
