@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from scheduler import logs
 from scheduler.errors import ConfigurationError, StartupError
-from service import autopsy
+from service import autopsy, crash_report
 from service import config as server_config
 from service.exit import ExitCode, write_termination_log
 
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit code. Once a server has run, does not return: the process ends here."""
     arguments = build_parser().parse_args(argv)
     if arguments.command == "autopsy":
-        return _autopsy(arguments.file, as_json=arguments.json)
+        return _autopsy(arguments.path, as_json=arguments.json)
     return _serve(arguments, os.environ)
 
 
@@ -83,13 +83,19 @@ def build_parser() -> argparse.ArgumentParser:
         description="Shows a crash report (`--crash-dir` has one for each engine death) on one screen.",
         allow_abbrev=False,
     )
-    examine.add_argument("file", type=Path, metavar="FILE", help="the report")
+    examine.add_argument("path", type=Path, metavar="PATH", help="the report, or a directory of them: its newest one")
     examine.add_argument("--json", action="store_true", help="the whole report instead, checked and indented")
     return parser
 
 
 def _autopsy(path: Path, *, as_json: bool) -> int:
+    older: list[Path] = []
     try:
+        if path.is_dir():
+            reports = crash_report.reports_in(path)
+            if not reports:
+                return _refuse(ExitCode.CONFIGURATION, f"{path}: there is no crash report in this directory")
+            path, *older = reports
         with path.open("rb") as file:
             report = autopsy.parse(file.read(REPORT_BYTES_MAX).decode())
     except OSError as error:
@@ -102,6 +108,8 @@ def _autopsy(path: Path, *, as_json: bool) -> int:
         text = json.dumps(report, indent=2)
     else:
         text = autopsy.render(report, shutil.get_terminal_size((autopsy.COLUMNS_MAX, autopsy.LINES_MAX)).columns)
+        if older:
+            text += "\n".join(["\nOLDER REPORTS", *(f"  {report}" for report in older)])
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, "replace").decode(encoding) + "\n")
     return ExitCode.CLEAN

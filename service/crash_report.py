@@ -221,6 +221,19 @@ def write_report(directory: Path, report: dict[str, Any], keep: int = KEEP) -> P
     return path
 
 
+def reports_in(directory: Path) -> list[Path]:
+    """The reports in it, the newest first: by the time of death, which their names have to the second, then by that of
+    writing. Raises OSError.
+    """
+    with os.scandir(directory) as entries:
+        found = [
+            (entry.name[: len("death-00000000T000000Z")], entry.stat().st_mtime_ns, entry.name)
+            for entry in entries
+            if _FILE_NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)
+        ]
+    return [directory / name for _, _, name in sorted(found, reverse=True)]
+
+
 def _write_whole(path: Path, data: bytes) -> None:
     # O_EXCL: whatever already has this name, a link included, is not written through.
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

@@ -340,6 +340,25 @@ def test_the_command_gives_the_whole_report(tmp_path: Path, capsys: pytest.Captu
     assert json.loads(capsys.readouterr().out) == report_of()
 
 
+def test_of_a_directory_the_command_shows_the_newest_and_names_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The screen of the last death, then the older files, the newest first; what is no report is passed over, and
+    --json gives that one report alone.
+    """
+    times = ("2026-01-02T00:00:00.5+00:00", "2026-03-01T00:00:00+00:00", "2026-02-01T00:00:00+00:00")
+    paths = [
+        write_report(tmp_path, report_of() | {"time": time, "death_id": f"{n}{n}"}) for n, time in enumerate(times)
+    ]
+    (tmp_path / "zzz.json").write_text("{}")
+    assert cli.main(["autopsy", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "ENGINE DEATH 11"
+    assert lines[-3:] == ["OLDER REPORTS", f"  {paths[2]}", f"  {paths[0]}"]
+    assert cli.main(["autopsy", "--json", str(tmp_path)]) == 0
+    assert json.loads(capsys.readouterr().out)["death_id"] == "11"
+
+
 def test_the_command_refuses_what_is_no_report_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Exit code 2 and one clear line: no such file, a directory, another file, bytes."""
     (tmp_path / "text").write_text("hello")
