@@ -142,6 +142,15 @@ class Accounts:
             totals.num_failed_calls += outcome.code in _FAILURE_CODES
             self._end(_record(method, account, outcome, self._clock()), outcome, trace, context)
 
+    def refused(self, error: CallError) -> None:
+        """A call was refused before its message was read: it is counted, and has neither a line nor a trace. In a crowd
+        these would be most of what a refusal costs.
+        """
+        code, reason = status.code_and_reason(error)
+        self._totals.num_finished_calls += 1
+        self._totals.num_failed_calls += code in _FAILURE_CODES
+        self._metrics.call_refused(code, reason)
+
     def has_output(self, account: Account) -> None:
         """The call has output; the first time counts."""
         if not account.has_output and account.timeline.first_output_s is not None:

@@ -271,7 +271,7 @@ class Server:
         for service, servicer in services:
             # A Watch may stall for as long as its caller likes: it holds nothing.
             timeout_s = None if servicer is self._health else self._config.reader_timeout_s
-            check_room = self._admission.check_room if isinstance(servicer, InferenceServicer) else None
+            check_room = servicer.check_room if isinstance(servicer, InferenceServicer) else None
             handlers = safe_handlers(service, servicer, _report_bug, reader_timeout_s=timeout_s, check_room=check_room)
             server.add_generic_rpc_handlers((handlers,))
         names = [service.full_name for service, _ in services]

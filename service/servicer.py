@@ -24,6 +24,7 @@ from service.account import Account
 from service.admission import Ticket
 from service.answer import Answer, SequenceState
 from service.backend import Backend
+from service.errors import CallError
 from service.request import GenerateRequest, Limits
 from service.sequence_text import SequenceText
 from service.stream import RequestStream
@@ -42,6 +43,14 @@ class InferenceServicer:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
+
+    def check_room(self) -> None:
+        """What can be said before a call's message is there. Raises CallError."""
+        try:
+            self._backend.admission.check_room()
+        except CallError as error:
+            self._backend.accounts.refused(error)
+            raise
 
     async def Generate(  # noqa: N802 - the protocol's name
         self, message: inference_pb2.GenerateRequest, context: _Context, *, method: str = "Generate"

@@ -107,6 +107,13 @@ class Metrics:
         self.between_tokens_s.observe(interval_s)
 
     @_guarded
+    def call_refused(self, code: str, reason: str) -> None:
+        """A call got no further than the door."""
+        self.calls.add((code, reason, ""))
+        if reason == REJECTED:
+            self.rejections.add()
+
+    @_guarded
     def call_finished(self, call: CallRecord) -> None:
         """A call of Generate or Complete is over. Times and sizes are noted of those that ended well: refusals would
         make them look good.

@@ -191,13 +191,14 @@ async def test_prompts_in_tokenization_are_counted(
 
 
 async def test_a_full_queue_answers_before_it_reads(model: Path, log: CapturedLogs) -> None:
-    """A call is refused though its message has not come."""
+    """A call is refused though its message has not come, and counted."""
     async with running(model, "--max-queue-requests", "1") as run:
         first = run.generate(Trigger.SILENT.value)
         await until(lambda: run.server._admission.num_waiting == 1)
         method = run.channel.stream_stream("/emberline.v1.InferenceService/Generate")
         error = await error_of(method(timeout=HANG_S))
         assert (error.code(), details(error)[0]) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+        assert run.server._observation.metrics.rejections.values() == [((), 1)]
         first.cancel()
 
 
