@@ -10,6 +10,7 @@ import pytest
 from google.protobuf.json_format import ParseDict
 
 from emberline.v1 import inference_pb2, tokenizer_pb2
+from scheduler.guide_messages import GuideKind, GuideSource
 from scheduler.messages import FinishReason, PromptLogprobs, SequenceStart, Submit, TokenLogprobs
 from service import convert
 from service.errors import FieldViolation, InvalidRequestError, UnknownModelError
@@ -240,6 +241,14 @@ def test_the_smallest_floats_do_no_harm() -> None:
         ({"output": {"streamInterval": 1025}}, "output.stream_interval"),
         ({"guided": {}}, "guided"),
         ({"guided": {"choice": {}}}, "guided.choice.options"),
+        ({"guided": {"choice": {"options": ["a", ""]}}}, "guided.choice.options[1]"),
+        ({"guided": {"choice": {"options": [str(number) for number in range(1025)]}}}, "guided.choice.options"),
+        ({"guided": {"choice": {"options": ["é" * 20_000, "x" * 30_000]}}}, "guided.choice.options"),
+        ({"guided": {"jsonObject": False}}, "guided.json_object"),
+        ({"guided": {"jsonSchema": ""}}, "guided.json_schema"),
+        ({"guided": {"regex": "x" * 65_537}}, "guided.regex"),
+        ({"guided": {"grammar": "é" * 32_769}}, "guided.grammar"),
+        ({"guided": {"regex": "a"}, "stopping": {"ignoreEos": True}}, "stopping.ignore_eos"),
         ({"cache": {"salt": "é" * 65}}, "cache.salt"),
         ({"priority": 101}, "priority"),
         ({"priority": -101}, "priority"),
@@ -523,3 +532,19 @@ def test_no_violation_repeats_what_the_caller_sent() -> None:
     )
     assert len(found) >= 5
     assert "canary" not in repr(found)
+
+
+@pytest.mark.parametrize(
+    ("guided", "source"),
+    [
+        ({"jsonSchema": "{}"}, GuideSource(GuideKind.JSON_SCHEMA, "{}")),
+        ({"jsonObject": True}, GuideSource(GuideKind.JSON_OBJECT)),
+        ({"regex": "a+"}, GuideSource(GuideKind.REGEX, "a+")),
+        ({"grammar": 'root ::= "a"'}, GuideSource(GuideKind.GRAMMAR, 'root ::= "a"')),
+        ({"choice": {"options": ["b", "a", "b"]}}, GuideSource(GuideKind.CHOICE, options=("b", "a"))),
+    ],
+)
+def test_guides_are_taken_as_they_are(guided: dict[str, Any], source: GuideSource) -> None:
+    """What they say is the compiler's business; an option given twice counts once."""
+    assert valid({"guided": guided}).guide == source
+    assert valid({}).guide is None
