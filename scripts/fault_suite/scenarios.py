@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from scripts.benchmarks.errors import BenchmarkError
-from scripts.fault_suite import asks, faults, http2, rules
+from scripts.fault_suite import asks, carried, faults, http2, rules
 from scripts.fault_suite.arena import SMALL, Arena, Outcome, arena
 from scripts.fault_suite.client import connect
 from scripts.fault_suite.history import Call, Episode
@@ -442,6 +442,17 @@ async def replicas(options: Options, outcome: Outcome) -> None:
             await ring.check_stop()
 
 
+async def client(options: Options, outcome: Outcome) -> None:
+    """The project's own client carries its streams through the deaths of whole servers."""
+    size = carried.Size(
+        num_streams=min(options.num_streams, carried.STREAMS_MAX),
+        num_deaths=min(options.num_faults, carried.DEATHS_MAX),
+        num_asks=options.num_asks,
+        seed=options.seed,
+    )
+    await carried.carried(size, outcome)
+
+
 async def _until_moved_on(ring: Arena, streams: Load, episode: Episode) -> None:
     await ring.server.until(lambda: streams.has_moved_on(episode.recovered_s), SHARE_LIMIT_S)
 
@@ -480,6 +491,7 @@ SCENARIOS: dict[str, Scenario] = {
     "signals": signals,
     "health": health,
     "replicas": replicas,
+    "client": client,
 }
 
 
