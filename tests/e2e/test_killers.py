@@ -344,7 +344,7 @@ HUGE: dict[str, tuple[grpc.StatusCode, dict[str, Any]]] = {
     "stop_strings": (INVALID, {"stopping": {"stop_strings": ["x"] * 10**5}}),
     "allowed_token_ids": (INVALID, {"sampling": {"allowed_token_ids": [7] * 10**5}}),
     "max_queue_time": (INVALID, {"max_queue_time": "-1s"}),
-    "max_time": (UNIMPLEMENTED, {"max_time": "315576000000s"}),
+    "max_time": (grpc.StatusCode.OK, {"max_time": "315576000000s", "max_queue_time": "315576000000s"}),
 }
 
 
