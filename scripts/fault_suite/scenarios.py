@@ -13,6 +13,7 @@ from pathlib import Path
 
 from scripts.benchmarks.errors import BenchmarkError
 from scripts.fault_suite import asks, carried, faults, http2, rules
+from scripts.fault_suite import guided as guides
 from scripts.fault_suite.arena import SMALL, Arena, Outcome, arena
 from scripts.fault_suite.client import connect
 from scripts.fault_suite.history import Call, Episode
@@ -30,6 +31,7 @@ POISON_ACTIONS = ("kill", "abort", "raise")
 POISON_TOKEN_IDS = (23_456, 23_457, 23_458)
 NUM_HEALTH_DEATHS = 10
 NUM_WATCHERS = 2000
+GUIDED_OUTPUTS_MAX = 200
 HEALTH_PATH = "grpc.health.v1.Health/Watch"
 
 
@@ -442,6 +444,11 @@ async def replicas(options: Options, outcome: Outcome) -> None:
             await ring.check_stop()
 
 
+async def guided(options: Options, outcome: Outcome) -> None:
+    """Random schemas at temperature 1, beside guides that are malformed or explode: every output is valid."""
+    await guides.guided(min(options.num_streams, GUIDED_OUTPUTS_MAX), options.seed, outcome)
+
+
 async def client(options: Options, outcome: Outcome) -> None:
     """The project's own client carries its streams through the deaths of whole servers."""
     size = carried.Size(
@@ -491,6 +498,7 @@ SCENARIOS: dict[str, Scenario] = {
     "signals": signals,
     "health": health,
     "replicas": replicas,
+    "guided": guided,
     "client": client,
 }
 
