@@ -135,8 +135,8 @@ def generate_request(
     """
     check_model(message.model, served_model_name)
     check = _Check()
-    label = message.request_id if message.HasField("request_id") else None
-    if label is not None and not _LABEL.fullmatch(label):
+    label = valid_label(message)
+    if label is None and message.HasField("request_id"):
         check.fail("request_id", _LABEL_BOUNDS)
     prompt = _prompt(check, message, limits)
     sampling = _sampling(check, message, limits, defaults)
@@ -183,6 +183,11 @@ def generate_request(
         max_queue_time_s=max_queue_time_s,
         max_time_s=max_time_s,
     )
+
+
+def valid_label(message: inference_pb2.GenerateRequest) -> str | None:
+    """The caller's label, if it is one: what is not may be anything, and has no business in a log."""
+    return message.request_id if _LABEL.fullmatch(message.request_id) else None
 
 
 def num_option_entries(message: inference_pb2.GenerateRequest) -> int:
@@ -469,6 +474,9 @@ def _num_logprobs(check: _Check, output: inference_pb2.OutputOptions, name: str,
 def _logit_bias(check: _Check, options: inference_pb2.SamplingOptions, limits: Limits) -> tuple[tuple[int, float], ...]:
     """In order of id: a map has none of its own, and the same request should make the same Submit."""
     field = "sampling.logit_bias"
+    if len(options.logit_bias) > limits.vocab_size:
+        check.fail(field, f"{len(options.logit_bias)} entries; at most {limits.vocab_size}")
+        return ()
     bias = dict(sorted(options.logit_bias.items()))
     bad_ids = [token_id for token_id in bias if token_id >= limits.vocab_size]
     bad_values = [token_id for token_id, value in bias.items() if not -100 <= value <= 100]

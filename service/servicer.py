@@ -58,7 +58,8 @@ class InferenceServicer:
         """Stream the deltas. What arrives while one is being written goes out together in the next."""
         backend = self._backend
         arrived_s = asyncio.get_running_loop().time()
-        with backend.accounts.open(method, message.request_id, context, is_chat=message.HasField("chat")) as account:
+        label = convert.valid_label(message)
+        with backend.accounts.open(method, label, context, is_chat=message.HasField("chat")) as account:
             backend.admission.check_open()
             tokenizer, limits = backend.served()
             with backend.admission.admit(convert.num_queue_tokens(message, limits)) as ticket:
