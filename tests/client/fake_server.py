@@ -87,6 +87,8 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, info_pb2_grpc.Info
         self.left = threading.Event()
         """A caller has left its call."""
         self.hanging = threading.Event()
+        self.info = info_pb2.GetServerInfoResponse(version="9.9")
+        self.load = info_pb2.GetLoadResponse()
         self._attempts = list(attempts)
         self._lock = threading.Lock()
         self._health = health.HealthServicer()
@@ -152,7 +154,12 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, info_pb2_grpc.Info
     def GetServerInfo(  # noqa: N802 - the protocol's name
         self, request: info_pb2.GetServerInfoRequest, context: grpc.ServicerContext
     ) -> info_pb2.GetServerInfoResponse:
-        return info_pb2.GetServerInfoResponse(version="9.9")
+        return self.info
+
+    def GetLoad(  # noqa: N802 - the protocol's name
+        self, request: info_pb2.GetLoadRequest, context: grpc.ServicerContext
+    ) -> info_pb2.GetLoadResponse:
+        return self.load
 
     def _arrive(self, request: inference_pb2.GenerateRequest, context: grpc.ServicerContext) -> Attempt:
         with self._lock:

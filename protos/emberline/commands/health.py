@@ -19,7 +19,7 @@ def run(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     try:
         settings = connect.settings(options)
-        client = Client(**settings, health_check=False)
+        client = Client(**settings, attempts_max=1)  # whoever probes tries again by its own rules
     except (OSError, ValueError) as error:
         connect.complain(str(error))
         return status.USAGE
