@@ -453,9 +453,18 @@ class ReflectionClient:
     classes may be shared by any number of channels, sync or aio, to the same server.
     """
 
-    def __init__(self, address: str, options: Sequence[tuple[str, Any]] = ()) -> None:
+    def __init__(
+        self,
+        address: str,
+        options: Sequence[tuple[str, Any]] = (),
+        credentials: grpc.ChannelCredentials | None = None,
+    ) -> None:
         self.address = address
-        self.channel = grpc.insecure_channel(address, options=[*CHANNEL_OPTIONS, *options])
+        all_options = [*CHANNEL_OPTIONS, *options]
+        if credentials is None:
+            self.channel = grpc.insecure_channel(address, options=all_options)
+        else:
+            self.channel = grpc.secure_channel(address, credentials, options=all_options)
         self._database = ProtoReflectionDescriptorDatabase(self.channel)
         self._pool = DescriptorPool(self._database)
         self.health = Health(self.channel)
