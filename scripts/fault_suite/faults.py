@@ -315,6 +315,8 @@ CATALOGUE = (
     Fault("raise in sampling", "code", _code("sampling", "raise"), 0, 0, "sampling raises once", weight=4),
     Fault("raise in update", "code", _code("update", "raise"), 1, 1, "update_from_output() raises"),
     Fault("raise in metrics", "code", _code("metrics", "raise"), 0, 1, "the engine's gauges raise"),
+    Fault("raise in recording", "code", _code("recording", "raise"), 0, 0, "a counter or histogram of the front end "
+          "raises"),
     Fault("raise in detokenizing", "code", _code("detokenize", "raise"), 0, 0, "the front end raises over one stream's "
           "text", num_spoiled_max=1),
     Fault("thread ends", "code", _code("forward", "thread"), 1, 1, "a helper thread of the engine ends badly"),

@@ -109,7 +109,6 @@ def test_a_wrong_flag_is_named(refuse: Callable[..., Server], arguments: list[st
     [
         ["--quantization", "int8"],
         ["--health-port", "0"],
-        ["--metrics-port", "0"],
         ["--tls-cert", "cert.pem"],
         ["--enable-admin"],
     ],

@@ -194,12 +194,18 @@ def _patch_detokenizer(site: _Site, module: Any) -> None:
     _wrap(site, module.Detokenizer, "push", "detokenize")
 
 
+def _patch_instruments(site: _Site, module: Any) -> None:
+    _wrap(site, module.Counter, "add", "recording")
+    _wrap(site, module.Histogram, "observe", "recording")
+
+
 PATCHES: dict[str, Callable[[_Site, Any], None]] = {
     "scheduler.core.scheduler": _patch_scheduler,
     "scheduler.engine.engine_core": _patch_core,
     "scheduler.model.model_runner": _patch_runner,
     "scheduler.model.startup": _patch_startup,
     "service.detokenizer": _patch_detokenizer,
+    "service.metrics.instruments": _patch_instruments,
 }
 
 
