@@ -8,7 +8,7 @@ GetModelInfo) and what operators size by flags (`config.py`: --max-queue-request
 |---|---|---|
 | its connection | STREAMS_PER_CONNECTION_MAX, METADATA_BYTES_MAX | its own library waits; RESOURCE_EXHAUSTED by gRPC |
 | gRPC's inbox | PENDING_CALLS_MAX | RESOURCE_EXHAUSTED by gRPC |
-| before its message is read | RECEIVING_CALLS_MAX, a full queue | QUEUE_FULL |
+| before its message is read | a full queue; RECEIVING_CALLS_MAX | QUEUE_FULL; the same to the oldest of them |
 | its message | `ServerConfig.max_request_bytes` | RESOURCE_EXHAUSTED by gRPC |
 | its place, before any work for it | --max-queue-requests, --max-queue-tokens, LIVE_CALLS_PER_SEQ_MAX | QUEUE_FULL |
 | threads | the same, and WORKER_BYTES_MAX | QUEUE_FULL |
@@ -25,7 +25,7 @@ METADATA_BYTES_MAX = 16 * 1024
 PENDING_CALLS_MAX = 32_768
 """Calls that have arrived and that the loop has not come to yet."""
 RECEIVING_CALLS_MAX = 8192
-"""Of one service: calls whose message has not come yet. They hold nothing else, but some kilobytes of gRPC's own."""
+"""Of one service: calls whose message has not come yet. They hold nothing but some kilobytes of gRPC's own."""
 LIVE_CALLS_PER_SEQ_MAX = 4
 """Beside those in the queue, times --max-num-seqs: what runs, and answers that are there and are still being read."""
 WORKER_BYTES_MAX = 64 * 1024 * 1024

@@ -224,27 +224,38 @@ def _readable(request: Message | _Unreadable) -> Message:
 
 
 class _Intake:
-    """Of one service: reads each call's one request, for a bounded number of calls at a time."""
+    """Of one service: reads each call's one request, for a bounded number of calls at a time. Over the bound the oldest
+    has to go: whoever means it sends the message right behind the headers, and has the place for a moment only.
+    """
 
     def __init__(self, check_room: Callable[[], None] | None) -> None:
         self._check_room = check_room
-        self._num_calls = 0
+        self._reading: dict[asyncio.Timeout, None] = {}
+        """Of the calls whose message has not come, the oldest in front."""
 
     async def receive(self, context: Context) -> Message:
         """What comes after it is not read."""
         if self._check_room is not None:
             self._check_room()
-        if self._num_calls >= RECEIVING_CALLS_MAX:
-            raise errors.QueueFullError(INTAKE_RETRY_AFTER_S)
-        self._num_calls += 1
+        if len(self._reading) >= RECEIVING_CALLS_MAX:
+            oldest = next(iter(self._reading))
+            del self._reading[oldest]
+            oldest.reschedule(asyncio.get_running_loop().time())
+        timeout = asyncio.timeout(REQUEST_TIMEOUT_S)
+        had_time = True
         try:
-            async with asyncio.timeout(REQUEST_TIMEOUT_S):
-                request = await context.read()
+            async with timeout:
+                self._reading[timeout] = None
+                try:
+                    request = await context.read()
+                finally:
+                    had_time = timeout in self._reading
+                    self._reading.pop(timeout, None)
         except TimeoutError:
+            if not had_time:
+                raise errors.QueueFullError(INTAKE_RETRY_AFTER_S) from None
             violation = errors.FieldViolation("", f"no whole message came within {REQUEST_TIMEOUT_S:g} s")
             raise errors.InvalidRequestError([violation]) from None
-        finally:
-            self._num_calls -= 1
         if request is grpc.aio.EOF:
             raise errors.InvalidRequestError([errors.FieldViolation("", "the call ended without a whole message")])
         return _readable(request)

@@ -13,6 +13,7 @@ from grpc_status import rpc_status
 
 from emberline.v1 import inference_pb2, inference_pb2_grpc
 from service import errors, status
+from tests.service.support import until
 
 SAMPLES: dict[type[errors.CallError], errors.CallError] = {
     error_class: make()
@@ -189,7 +190,12 @@ class Served:
         self.server = grpc.aio.server()
 
     async def start(
-        self, generate: Callable[..., Any], complete: Callable[..., Any], *, reader_timeout_s: float | None = None
+        self,
+        generate: Callable[..., Any],
+        complete: Callable[..., Any],
+        *,
+        reader_timeout_s: float | None = None,
+        check_room: Callable[[], None] | None = None,
     ) -> None:
         service = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"]
         handlers = status.safe_handlers(
@@ -197,6 +203,7 @@ class Served:
             Bodies(generate, complete),
             lambda incident, error: self.bugs.append((incident, error)),
             reader_timeout_s=reader_timeout_s,
+            check_room=check_room,
         )
         self.server.add_generic_rpc_handlers((handlers,))
         self.port = self.server.add_insecure_port("127.0.0.1:0")
@@ -527,3 +534,31 @@ async def test_a_request_that_is_too_large_keeps_grpcs_own_answer() -> None:
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert served.bugs == []
     await served.stop()
+
+
+async def test_calls_without_a_message_keep_nobody_out(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over the bound of calls whose message has not come, the oldest is told to come again; a call with its message is
+    served at once, and the others still may send theirs."""
+    monkeypatch.setattr(status, "RECEIVING_CALLS_MAX", 2)
+
+    async def generate(_request: object, _context: object) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+        yield inference_pb2.GenerateResponse(text="a")
+
+    arrived: list[None] = []
+    await served.start(generate, unused, check_room=lambda: arrived.append(None))
+    method = served.channel.stream_stream(
+        "/emberline.v1.InferenceService/Generate",
+        request_serializer=lambda message: message.SerializeToString(),
+        response_deserializer=inference_pb2.GenerateResponse.FromString,
+    )
+    idle = []
+    for number in range(2):
+        idle.append(method(timeout=30))
+        await until(lambda count=number + 1: len(arrived) == count)
+    assert (await served.stub.Generate(REQUEST, timeout=30).read()).text == "a"
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await idle[0].read()
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    await idle[1].write(REQUEST)
+    assert (await idle[1].read()).text == "a"
+    assert served.bugs == []
