@@ -143,9 +143,21 @@ def test_unset_is_not_zero(client: ReflectionClient, info: Any) -> None:
 
 
 def test_max_tokens_zero_is_for_prompt_logprobs_alone(client: ReflectionClient) -> None:
-    """With prompt_logprobs a 0 is valid, and only the option itself is not there yet."""
-    asked = fields(stopping={"max_tokens": 0}, output={"prompt_logprobs": 0})
-    client.generate(**asked).expect(grpc.StatusCode.UNIMPLEMENTED)
+    """With prompt_logprobs the prompt is all that is computed: one message with its tokens, MAX_TOKENS, no output. The
+    first token has nothing before it; without the option a 0 is refused.
+    """
+    asked = fields(stopping={"max_tokens": 0}, output={"prompt_logprobs": 2})
+    answer = client.generate(**asked).expect_ok()
+    (only,) = answer.responses
+    assert (only.text, len(only.tokens), answer.finish_reason) == ("", 0, "MAX_TOKENS")
+    assert (only.usage.prompt, only.usage.completion, only.usage.cached) == (only.prompt.count, 0, 0)
+    first, *others = only.prompt.tokens
+    assert len(only.prompt.tokens) == only.prompt.count
+    assert not first.HasField("logprob")
+    assert all(token.logprob <= 0 and token.rank >= 1 and len(token.top) == 2 for token in others)
+    again = client.complete(**asked)
+    assert [token.id for token in again.prompt.tokens] == [token.id for token in only.prompt.tokens]
+    client.generate(**fields(stopping={"max_tokens": 0})).expect(INVALID)
 
 
 def test_stopping_by_tokens(client: ReflectionClient) -> None:
@@ -235,26 +247,8 @@ def test_another_model_is_not_found(client: ReflectionClient, info: Any) -> None
     client.generate(**fields(model="")).expect_ok()
 
 
-UNSUPPORTED: dict[str, dict[str, Any]] = {
-    "output.prompt_logprobs": {"output": {"prompt_logprobs": 1}},
-    "output.stream_interval": {"output": {"stream_interval": 2}},
-    "guided": {"guided": {"json_object": True}},
-    "max_queue_time": {"max_queue_time": "1s"},
-    "max_time": {"max_time": "1s"},
-}
-
-
-@pytest.mark.parametrize("option", UNSUPPORTED)
-def test_what_does_not_work_yet_says_so(client: ReflectionClient, option: str) -> None:
-    """An option of a later version is UNIMPLEMENTED with ErrorInfo that names it; never ignored."""
-    told = client.generate(**fields(**UNSUPPORTED[option])).expect(grpc.StatusCode.UNIMPLEMENTED, "UNSUPPORTED_OPTION")
-    assert option in told.status.metadata["options"]
-    assert told.status.domain
-    assert told.status.details_bytes <= 1024
-
-
-def test_neutral_values_of_later_options_are_served(client: ReflectionClient) -> None:
-    """What asks for nothing new is served: n 1, stream_interval 1, resume_on_engine_death either way."""
+def test_neutral_values_are_served(client: ReflectionClient) -> None:
+    """What asks for nothing special is served: n 1, stream_interval 1, resume_on_engine_death either way."""
     neutral = fields(
         sampling={**GREEDY, "n": 1},
         output={"token_ids": True, "stream_interval": 1},

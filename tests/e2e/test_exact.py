@@ -313,3 +313,34 @@ def test_complete_resumes_as_generate_does(client: ReflectionClient, story: Any)
     assert [token.id for token in completion.tokens] == story.token_ids[15:]
     assert story.text.endswith(completion.text)
     assert answer.usage.completion == 25
+
+
+PROMPT_LOGPROBS_TOLERANCE = 1e-3
+
+
+def test_scored_prompts_are_exact(tight_client: ReflectionClient, oracle: Oracle) -> None:
+    """Prompts longer than a step, of one block and of two tokens, scored beside streams that decode, while the cache
+    holds the beginnings of all of them: each token has transformers' log-probability, the best tokens are its best, and
+    nothing was read from the cache.
+    """
+    library = Library(oracle, SEED + 1)
+    ids = library.prompt(3 * STEP_TOKENS + 7)
+    prompts = [ids, ids[:BLOCK_SIZE], ids[: STEP_TOKENS + 1], ids[40:42]]
+    neighbours = [greedy(library.prompt(40), 60, ignore_eos=True) for _ in range(6)]
+    asyncio.run(generate_all(tight_client, [greedy(ids, 4)]))
+    scored = [greedy(prompt, 2) | {"output": {"token_ids": True, "prompt_logprobs": 3}} for prompt in prompts]
+    answers = asyncio.run(generate_all(tight_client, [*neighbours, *scored]))[len(neighbours) :]
+    oracle.judge_all(scored, answers).expect_exact(0.0)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        told = answer.prompt
+        assert (told.count, told.cached) == (len(prompt), 0)
+        assert [token.id for token in told.tokens] == prompt
+        expected = oracle.logits(prompt[:1], prompt[1:]).log_softmax(dim=-1)
+        for row, token in zip(expected, told.tokens[1:], strict=True):
+            assert token.logprob == pytest.approx(float(row[token.id]), abs=PROMPT_LOGPROBS_TOLERANCE)
+            least = 1 + int((row > row[token.id] + PROMPT_LOGPROBS_TOLERANCE).sum())
+            most = int((row > row[token.id] - PROMPT_LOGPROBS_TOLERANCE).sum())
+            assert least <= token.rank <= most
+            best = row.topk(3).values.tolist()
+            assert [one.logprob for one in token.top] == pytest.approx(best, abs=PROMPT_LOGPROBS_TOLERANCE)
+            assert row[[one.id for one in token.top]].tolist() == pytest.approx(best, abs=PROMPT_LOGPROBS_TOLERANCE)

@@ -19,7 +19,8 @@ from tests.service.support import CapturedLogs, fake_engine, until
 
 
 async def load_of(run: Running) -> info_pb2.GetLoadResponse:
-    return await run.info.GetLoad(info_pb2.GetLoadRequest())
+    load: info_pb2.GetLoadResponse = await run.info.GetLoad(info_pb2.GetLoadRequest())
+    return load
 
 
 async def engines_of(run: Running) -> list[info_pb2.EngineInfo]:
