@@ -98,9 +98,7 @@ def make_submit(
     return Submit(
         request_id=request_id,
         prompt_token_ids=tuple(prompt_token_ids),
-        sampling=SamplingParams(
-            temperature=0.0, num_logprobs=num_logprobs, num_prompt_logprobs=num_prompt_logprobs
-        ),
+        sampling=SamplingParams(temperature=0.0, num_logprobs=num_logprobs, num_prompt_logprobs=num_prompt_logprobs),
         stopping=StoppingParams(max_tokens, min_tokens, eos_token_ids, stop_token_ids),
         sequences=sequences or (SequenceStart(0, resume_token_ids),),
         priority=priority,

@@ -48,6 +48,9 @@ class BlockPool:
     def is_held(self, block_id: int) -> bool:
         return self._ref_counts[block_id] > 0
 
+    def num_holders(self, block_id: int) -> int:
+        return self._ref_counts[block_id]
+
     def take(self, num_blocks: int) -> list[int]:
         """Hold `num_blocks` free blocks without content; evicts cached ones when no blank ones are left."""
         assert num_blocks <= self.num_free, "take without a check"
@@ -63,7 +66,7 @@ class BlockPool:
         return block_ids
 
     def hold(self, block_ids: Iterable[int]) -> None:
-        """Hold blocks found by `find`, once more if somebody else does."""
+        """Hold blocks found by `find`, or held by somebody else: once more, if so."""
         for block_id in block_ids:
             if self._ref_counts[block_id] == 0:
                 del self._evictable[block_id]
@@ -84,6 +87,10 @@ class BlockPool:
         """The block with exactly this content, or None."""
         return self._cached.get(key)
 
+    def is_cached(self, block_id: int) -> bool:
+        """Whether `find` may give this block."""
+        return self._keys[block_id] is not None
+
     def content_id(self, block_id: int) -> int:
         """The name of a cached block's content, for the key of the block after it."""
         assert self._keys[block_id] is not None
@@ -92,13 +99,15 @@ class BlockPool:
     def register(self, block_id: int, key: BlockKey) -> int:
         """Make a held, fully computed block's content known, and return its content id.
 
-        Where another block already has this content, that one stays the known one and `block_id` stays without.
+        Where another block already has this content, that one stays the known one and `block_id` stays without. If
+        `block_id` is known by another key, a predecessor of that was evicted: nobody could have found it any more.
         """
         assert self.is_held(block_id)
         known_block_id = self._cached.get(key)
         if known_block_id is not None:
             return self._content_ids[known_block_id]
-        assert self._keys[block_id] is None
+        if self._keys[block_id] is not None:
+            self._drop_content(block_id)
         self._last_content_id += 1
         self._cached[key] = block_id
         self._keys[block_id] = key

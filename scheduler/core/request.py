@@ -3,8 +3,13 @@
 What lives here: plain state, the table of legal moves, the order of precedence. What must not: decisions about who
 runs (`scheduler.py`), or about blocks (`kv_cache_manager.py`).
 
-A request is what a caller submitted; a sequence is one stream of tokens of it. There is one sequence per request
-today; the model already holds several, because they will fork after the shared prompt.
+A request is what a caller submitted; a sequence is one stream of tokens of it. Those of one request fork after the
+prompt that they share; from there on each is a sequence of its own.
+
+**Ageing.** Everybody's place is settled at arrival: a request stands where one of priority 0 would that had arrived
+`AGEING_STEPS` steps earlier for each point of its priority. So a higher one goes ahead of what has come in that time,
+and of nothing that has waited for longer: with every `AGEING_STEPS` steps that a request waits, newcomers need a point
+more to pass it, and none passes it in the end. Nobody's place among those who are here ever changes.
 
 A sequence knows its `token_ids` (prompt, then output; resumed tokens are output) and `num_computed_tokens`, the number
 of those whose KV is known to be written. It has no phase: each step lets the second catch up with the first, and a
@@ -19,8 +24,12 @@ from enum import Enum
 from scheduler.core.packed_logprobs import PackedLogprobs
 from scheduler.messages import FinishReason, PromptLogprobs, SamplingParams, StoppingParams, Submit
 
+AGEING_STEPS = 256
+"""Steps of waiting that weigh as much as one point of priority."""
+
 Order = tuple[int, int, int]
-"""(-priority, arrival, index): the smaller goes first. Total and fixed for life, also across preemptions."""
+"""(step of arrival, put back by its priority; arrival; index): the smaller goes first. Total and fixed for life, also
+across preemptions."""
 
 
 class SequenceStatus(Enum):
@@ -28,15 +37,22 @@ class SequenceStatus(Enum):
     """The runner does not know it: it never ran, or the runner was reset since."""
     RUNNING = "running"
     """Holds a seat and the blocks of all its known tokens."""
+    PARKED = "parked"
+    """Gave its seat up to a pause, and keeps its blocks while nobody else needs them. The runner knows it."""
     PREEMPTED = "preempted"
-    """Ran, lost seat and blocks, and will run again."""
+    """Lost its blocks, and will run again. The runner knows its tokens."""
     FINISHED = "finished"
     """Ended, failed or aborted: holds nothing."""
 
 
 LEGAL_MOVES: dict[SequenceStatus, frozenset[SequenceStatus]] = {
     SequenceStatus.WAITING: frozenset({SequenceStatus.RUNNING, SequenceStatus.FINISHED}),
-    SequenceStatus.RUNNING: frozenset({SequenceStatus.PREEMPTED, SequenceStatus.WAITING, SequenceStatus.FINISHED}),
+    SequenceStatus.RUNNING: frozenset(
+        {SequenceStatus.PARKED, SequenceStatus.PREEMPTED, SequenceStatus.WAITING, SequenceStatus.FINISHED}
+    ),
+    SequenceStatus.PARKED: frozenset(
+        {SequenceStatus.RUNNING, SequenceStatus.PREEMPTED, SequenceStatus.WAITING, SequenceStatus.FINISHED}
+    ),
     SequenceStatus.PREEMPTED: frozenset({SequenceStatus.RUNNING, SequenceStatus.WAITING, SequenceStatus.FINISHED}),
     SequenceStatus.FINISHED: frozenset(),
 }
@@ -56,9 +72,7 @@ class Sequence:
     is_caught_up: bool = False
     """Running, and from now on each step computes exactly its newest token and samples the next."""
     num_cached_tokens: int = 0
-    """Prompt tokens the prefix cache gave when it first ran."""
-    is_prompt_counted: bool = False
-    """It has run before, and its prompt is in the totals."""
+    """Prompt tokens the prefix cache gave when its request first ran; of the sequence alone that was the first to."""
     is_first_output_due: bool = True
     prompt_logprobs: PackedLogprobs | None = None
     """What is known of its prompt's so far; none before the first chunk that brings some, nor once they are told."""
@@ -78,7 +92,16 @@ class Sequence:
     last_content_id: int | str = ""
     """The prefix cache's name for the content of those blocks."""
 
+    provider: Sequence | None = None
+    """The sibling that still has to compute blocks which this one, seated already, begins with."""
+    num_shared_tokens: int = 0
+    """How far that one has to get."""
+
     # Owned by `scheduler.py`.
+    is_known: bool = False
+    """The runner has its tokens."""
+    is_placed: bool = False
+    """The runner has its block table."""
     growth_batch_step: int = 0
     """The batch step, by number, in which it needs one more block; 0 if none is foreseen."""
 
@@ -139,6 +162,7 @@ class Request:
     """What was submitted, and the sequences that answer it."""
 
     request_id: int
+    priority: int
     num_prompt_tokens: int
     sampling: SamplingParams
     stopping: StoppingParams
@@ -152,17 +176,28 @@ class Request:
     """Prompt + output tokens from which on a sequence may share its steps; at most the prompt's length if always."""
     guide: bytes = b""
     sequences: list[Sequence] = field(default_factory=list)
+    is_paused: bool = False
+    """It gets no steps for now."""
+    has_run: bool = False
+    """One of its sequences has had a seat; the prompt is in the totals."""
+
+    @property
+    def unfinished(self) -> list[Sequence]:
+        return [sequence for sequence in self.sequences if sequence.status is not SequenceStatus.FINISHED]
 
     @property
     def is_finished(self) -> bool:
         return all(sequence.status is SequenceStatus.FINISHED for sequence in self.sequences)
 
 
-def make_request(submit: Submit, *, arrival: int, first_seq_id: int, max_model_len: int) -> Request:
-    """Build the request and its sequences. `arrival` counts requests; ids from `first_seq_id` on are not used again."""
+def make_request(submit: Submit, *, step_id: int, arrival: int, first_seq_id: int, max_model_len: int) -> Request:
+    """Build the request and its sequences. `arrival` counts requests, `step_id` steps; ids from `first_seq_id` on are
+    not used again.
+    """
     num_prompt_tokens = len(submit.prompt_token_ids)
     request = Request(
         request_id=submit.request_id,
+        priority=submit.priority,
         num_prompt_tokens=num_prompt_tokens,
         sampling=submit.sampling,
         stopping=submit.stopping,
@@ -178,7 +213,7 @@ def make_request(submit: Submit, *, arrival: int, first_seq_id: int, max_model_l
             seq_id=seq_id,
             request=request,
             index=start.index,
-            order=(-submit.priority, arrival, start.index),
+            order=(step_id - AGEING_STEPS * submit.priority, arrival, start.index),
             token_ids=[*submit.prompt_token_ids, *start.resume_token_ids],
         )
         request.sequences.append(sequence)

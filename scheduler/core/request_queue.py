@@ -1,10 +1,11 @@
-"""The waiting line, in order of precedence: higher priority first, then earlier arrival.
+"""The waiting line, in order of precedence (see `request.py`).
 
 What must not be here: a limit (admission at the front end bounds the line), or a decision about who is served.
 
-What waits is a sequence: a new request waits as its first one, a preempted sequence waits for itself. Since the order
-is fixed for life, a preempted sequence comes back ahead of everything of its priority that arrived later. The line is a
+What waits is a sequence. Since the order is fixed for life, a preempted one comes back ahead of everything of its
+priority that arrived later. The line is a
 heap; removal only forgets the entry, which is dropped when it surfaces or when such entries outnumber the live ones.
+One that comes back has two entries then, equal in all, and the second to surface is dropped.
 """
 
 from __future__ import annotations
@@ -54,10 +55,11 @@ class RequestQueue:
         return sequence
 
     def remove(self, sequence: Sequence) -> None:
-        """Take one that ended out of the line, wherever it stands. It may not come back."""
+        """Take one out of the line, wherever it stands. Its number of tokens must be what it was when it came."""
         self._forget(sequence)
         if len(self._heap) > 2 * len(self._live_seq_ids) + _NUM_STALE_ENTRIES_SPARED:
-            self._heap = [entry for entry in self._heap if entry[1].seq_id in self._live_seq_ids]
+            live = {entry[1].seq_id: entry for entry in self._heap if entry[1].seq_id in self._live_seq_ids}
+            self._heap = list(live.values())
             heapify(self._heap)
 
     def _forget(self, sequence: Sequence) -> None:

@@ -8,10 +8,10 @@ the same order give the same plans.
 up takes one token of every step, so a long prompt is chunked around the decodes, never ahead of them. What is left
 goes out in order of precedence.
 
-**Order of precedence**: higher priority, then earlier arrival; fixed for life. Admissions come from the front of the
-line and skip nobody; victims come off the end of the running list. So those who run come before all of their own
-priority who wait, and a waiting sequence of higher priority than the last running one takes its place as soon as it
-needs its seat or blocks.
+**Order of precedence**: higher priority, then earlier arrival, where waiting makes up for priority (see `request.py`);
+fixed for life. Admissions come from the front of the line and skip nobody; victims come off the end of the running
+list. So those who run come before all of their own priority who wait. A waiting sequence takes the seat or blocks that
+it needs from the last running one if that comes behind it and is of lower priority.
 
 **Why everything ends.** A sequence is let in with the blocks of all its known tokens and asks for more only as its
 output grows. If there are none, the last running sequence is preempted: it loses its blocks, keeps its tokens and
@@ -22,6 +22,14 @@ budget is at least the number of seats and it sits on one. When it ends, the nex
 **Why there is little thrash.** Nobody is let in beside others unless the pool could then feed the growth of all for
 `_HEADROOM_STEPS` more steps (at most an eighth of the pool is kept for that). A victim needs again all that it gave up,
 part of which went to another, so it cannot come back before somebody ends; until then the line is not even looked at.
+
+**Sequences of one request** stand in line, sit and are preempted each for itself; what they share is in
+`kv_cache_manager.py`. One whose sibling is still computing the prompt for it has a seat and waits: it comes behind that
+sibling in precedence, which computes in every step and is preempted later. A failure of one ends the request.
+
+**Pauses.** A paused request gives up its seats and stands in no line, so it holds nobody up and is no work. Its
+sequences keep their blocks (they are parked), but not against anybody: whoever needs blocks takes theirs before those
+of any that runs, whatever the priorities, so that the argument above does not change. `unpause` puts it back in line.
 
 **Between schedule() and update_from_output()** requests may be added and aborted. An abort frees blocks at once though
 the step in flight may still write to them. That is safe because (1) they can be handed out by the next plan at the
@@ -38,36 +46,30 @@ step" become "in every other step".
 
 **When a step fails** it is dropped (`drop_step`): nothing of it counts, what its sequences had computed is found by
 nobody, and since the runner is reset, everyone who had run starts anew from its known tokens. `confine` then lets only
-some requests run, `limit` makes steps smaller. Both may leave later arrivals running while earlier ones wait. The
-first in precedence of those who run is safe all the same, so it ends, and the first in line is next.
-
-**Why a steady step is cheap.** While the same sequences decode, the plan's lists are those of the last plan, and the
-sequences that need a block in this step are found in `_growth`, by the number of the batch step, without looking at the
-others. Batch steps have numbers of their own because a sequence that sits a step out does not grow in it.
+some requests run, `limit` makes steps smaller. Both may leave later arrivals running while earlier ones wait, as a
+pause may. The first in precedence of those who run is safe all the same, so it ends, and the first in line is next.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from operator import attrgetter
 
+from scheduler.core.arrivals import sort_out
 from scheduler.core.config import SchedulerConfig
-from scheduler.core.kv_cache_manager import KVCacheManager
+from scheduler.core.kv_cache_manager import KVCacheManager, Start
 from scheduler.core.output import StepPlan, StepResult
 from scheduler.core.plan_draft import Chunk, PlanDraft
 from scheduler.core.request import Request, Sequence, SequenceStatus, make_request
+from scheduler.core.roster import Roster
 from scheduler.core.stopping import finish_reason_after
-from scheduler.core.waiting_lines import WaitingLines
 from scheduler.messages import (
     EngineStats,
     FailureKind,
     FinishReason,
     RequestFailure,
     SequenceOutput,
-    SequenceStart,
     Submit,
     TokenLogprobs,
 )
@@ -79,11 +81,6 @@ _HEADROOM_POOL_SHARE = 8
 
 _NOBODY: tuple[int, ...] = ()
 _RUNNING = SequenceStatus.RUNNING
-_order_of = attrgetter("order")
-
-
-class RequestNeverFitsError(Exception):
-    """A request needs more than the whole KV pool, or than the longest context."""
 
 
 class Scheduler:
@@ -109,32 +106,14 @@ class Scheduler:
             block_size=config.block_size,
             enable_prefix_caching=config.enable_prefix_caching,
         )
-        self._requests: dict[int, Request] = {}
-        self._waiting = WaitingLines()
-        self._running: list[Sequence] = []
-        """In order of precedence."""
-        self._alone: Sequence | None = None
-        """The one of them that is outside the batch, if any."""
-        self._num_behind = 0
-        """Running sequences of the batch that have not caught up."""
-        self._growth: dict[int, list[Sequence]] = {}
-        """Number of a batch step → sequences that need a block then. Entries of those that left are void."""
-        self._admission_open = True
-        """False once the first in line found no room; true again when somebody ends or arrives, or the rules change."""
-        self._finished_seq_ids: list[int] = []
-        """Sequences the runner knows and has not been told to forget."""
+        self._roster = Roster(self._kv)
+        self._seats = self._roster.seats
+        self._waiting = self._roster.waiting
 
         self._step_id = 0
         self._is_in_flight = False
         self._was_alone = False
         """Whether the last plan held a sequence outside the batch; the next one is the batch's then."""
-        self._num_batch_steps = 0
-        self._decodes: list[Sequence] = []
-        """Of the last batch step: the running sequences that had caught up. Replaced, never changed."""
-        self._decode_ids: tuple[int, ...] = ()
-        self._decode_request_ids: tuple[int, ...] = ()
-        self._ones: tuple[int, ...] = ()
-        self._decodes_changed = False
         self._step_decodes: list[Sequence] = []
         """Of the last plan: those that decoded in it."""
         self._chunks: list[Chunk] = []
@@ -143,16 +122,13 @@ class Scheduler:
 
         self._num_arrivals = 0
         self._num_sequences = 0
-        self._num_preemptions_total = 0
-        self._num_prompt_tokens_total = 0
-        self._num_cached_tokens_total = 0
 
     # ------------------------------------------------------------------------------------------ requests in and out
 
     @property
     def has_work(self) -> bool:
         """Whether schedule() would return a plan."""
-        return bool(self._running) or self._waiting.has_candidates
+        return bool(self._seats.sequences) or self._waiting.has_candidates
 
     @property
     def step_request_ids(self) -> tuple[int, ...]:
@@ -171,7 +147,7 @@ class Scheduler:
         """Index of each unfinished sequence of this request → output tokens it has so far, resumed ones included; None
         if the request is not (or no longer) here.
         """
-        request = self._requests.get(request_id)
+        request = self._roster.requests.get(request_id)
         if request is None:
             return None
         return {
@@ -180,85 +156,64 @@ class Scheduler:
             if sequence.status is not SequenceStatus.FINISHED
         }
 
+    def has_run(self, request_id: int) -> bool:
+        """Whether any of it has ever had a seat. Of one that is not here: yes."""
+        request = self._roster.requests.get(request_id)
+        return request is None or request.has_run
+
     def add_request(self, submit: Submit) -> tuple[SequenceOutput, ...]:
-        """Put a request in line.
+        """Put a request in line. Returns the only outputs of those of its sequences that are over before they begin.
 
-        Returns the only outputs of those of its sequences that their resumed tokens have already brought to their end:
-        they are over without tokens and without a step. Where logprobs of the prompt are asked for, such sequences run,
-        too, but no further than through their known tokens: so nothing is told before the prompt is.
-
-        Raises `RequestNeverFitsError` if one of the others could not get a single token even alone, `ValueError` for an
-        empty prompt or no sequences. After any error the request is unknown, and all else as it was: whatever can raise
+        Raises what `sort_out` does. After any error the request is unknown, and all else as it was: whatever can raise
         comes before the first change.
         """
-        assert submit.request_id not in self._requests, f"request {submit.request_id} is already here"
-        if not submit.prompt_token_ids:
-            raise ValueError("prompt_token_ids is empty; there is nothing to compute logits from")
-        indexes = [start.index for start in submit.sequences]
-        if not indexes or indexes != sorted(set(indexes)):
-            raise ValueError(f"the indexes of the sequences are {indexes}; they must be ascending, and at least one")
-        outputs, unfinished = [], []
-        for start in submit.sequences:
-            reason = self._finish_reason_at(submit, start)
-            if reason is None or submit.sampling.num_prompt_logprobs is not None:
-                unfinished.append(start)
-            else:
-                output = SequenceOutput(submit.request_id, start.index, (), finish_reason=reason, num_cached_tokens=0)
-                outputs.append(output)
-        if unfinished:
-            self._add_unfinished(replace(submit, sequences=tuple(unfinished)))
-        return tuple(outputs)
-
-    def _finish_reason_at(self, submit: Submit, start: SequenceStart) -> FinishReason | None:
-        """Why a sequence that begins there is over already, or None. Raises `RequestNeverFitsError`."""
-        num_tokens = len(submit.prompt_token_ids) + len(start.resume_token_ids)
-        if start.resume_token_ids and num_tokens <= self._max_model_len:
-            reason = finish_reason_after(
-                start.resume_token_ids[-1],
-                num_prompt_tokens=len(submit.prompt_token_ids),
-                num_tokens=num_tokens,
-                stopping=submit.stopping,
-                max_model_len=self._max_model_len,
-            )
-            if reason is not None:
-                return reason
-        if num_tokens + 1 > self._max_model_len:
-            raise RequestNeverFitsError(
-                f"{num_tokens} tokens and one to come exceed the limit of {self._max_model_len} tokens "
-                f"(max_model_len {self._config.max_model_len}, KV pool "
-                f"{self._config.num_kv_blocks * self._config.block_size} tokens)"
-            )
-        return FinishReason.MAX_TOKENS if submit.stopping.max_tokens == 0 else None
-
-    def _add_unfinished(self, submit: Submit) -> None:
-        arrival, first_seq_id = self._num_arrivals + 1, self._num_sequences + 1
-        request = make_request(submit, arrival=arrival, first_seq_id=first_seq_id, max_model_len=self._max_model_len)
-        self._num_arrivals = arrival
+        assert submit.request_id not in self._roster.requests, f"request {submit.request_id} is already here"
+        arrival = sort_out(submit, max_model_len=self._max_model_len)
+        if not arrival.unfinished:
+            return arrival.over
+        request = make_request(
+            replace(submit, sequences=arrival.unfinished),
+            step_id=self._step_id,
+            arrival=self._num_arrivals + 1,
+            first_seq_id=self._num_sequences + 1,
+            max_model_len=self._max_model_len,
+        )
+        self._num_arrivals += 1
         self._num_sequences += len(request.sequences)
-        self._requests[request.request_id] = request
-        for sequence, start in zip(request.sequences, submit.sequences, strict=True):
-            sequence.start_reason = self._finish_reason_at(submit, start)
-            self._waiting.push(sequence)
-        self._admission_open = True
+        for sequence, start_reason in zip(request.sequences, arrival.start_reasons, strict=True):
+            sequence.start_reason = start_reason
+        self._roster.arrive(request)
+        return arrival.over
 
     def abort(self, request_ids: Iterable[int]) -> None:
         """Forget these requests and free their blocks, now. Unknown ids are ignored."""
-        for request_id in request_ids:
-            request = self._requests.get(request_id)
-            if request is not None:
-                for sequence in request.sequences:
-                    self._end(sequence)
+        for request in self._known(request_ids):
+            self._roster.end_all(request)
+
+    def pause(self, request_ids: Iterable[int]) -> None:
+        """No more steps for these until `unpause`. Between steps only. Unknown and paused ones are ignored."""
+        assert not self._is_in_flight, "update_from_output() or drop_step() comes first"
+        for request in self._known(request_ids):
+            self._roster.pause(request)
+
+    def unpause(self, request_ids: Iterable[int]) -> None:
+        """These go on where they were, once they have seats again. Unknown ones and those that run are ignored."""
+        for request in self._known(request_ids):
+            self._roster.unpause(request)
+
+    def _known(self, request_ids: Iterable[int]) -> Iterator[Request]:
+        return (request for request_id in request_ids if (request := self._roster.requests.get(request_id)) is not None)
 
     def stats(self) -> EngineStats:
         return EngineStats(
-            num_running=len(self._running),
+            num_running=len(self._seats),
             num_waiting=len(self._waiting),
             num_waiting_tokens=self._waiting.num_tokens,
             num_used_kv_blocks=self._kv.pool.num_used,
             num_kv_blocks=self._config.num_kv_blocks,
-            num_preemptions_total=self._num_preemptions_total,
-            num_prompt_tokens_total=self._num_prompt_tokens_total,
-            num_cached_tokens_total=self._num_cached_tokens_total,
+            num_preemptions_total=self._roster.num_preemptions_total,
+            num_prompt_tokens_total=self._roster.num_prompt_tokens_total,
+            num_cached_tokens_total=self._roster.num_cached_tokens_total,
         )
 
     # ------------------------------------------------------------------------------------------- after a failed step
@@ -281,36 +236,20 @@ class Scheduler:
     def vacate(self) -> None:
         """Nobody runs any more, and the runner, which must be reset, knows nobody. All keep tokens and precedence."""
         assert not self._is_in_flight, "update_from_output() or drop_step() comes first"
-        for request in self._requests.values():
-            for sequence in request.sequences:
-                if sequence.status is _RUNNING:
-                    self._kv.free(sequence)  # nothing to do for one that has just lost its blocks
-                    sequence.is_caught_up = False
-                    sequence.growth_batch_step = 0
-                    sequence.move_to(SequenceStatus.WAITING)
-                    self._waiting.push(sequence)
-                elif sequence.status is SequenceStatus.PREEMPTED:
-                    sequence.move_to(SequenceStatus.WAITING)
-        self._running.clear()
-        self._alone = None
-        self._num_behind = 0
-        self._growth.clear()
-        self._finished_seq_ids.clear()
-        self._decodes_changed = True
-        self._admission_open = True
+        self._roster.vacate()
 
     def confine(self, request_ids: Iterable[int]) -> None:
         """Until `unconfine`, schedule none but these requests; the others, also those to come, wait in their order.
 
         Takes the place of a confinement before it. Nothing may be running.
         """
-        assert not self._running, "vacate() comes first"
+        assert not self._seats.sequences, "vacate() comes first"
         self._waiting.confine(request_ids)
 
     def unconfine(self) -> None:
         """Schedule everybody again. Who runs goes on."""
         self._waiting.unconfine()
-        self._admission_open = True
+        self._roster.is_admission_open = True
 
     def limit(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
         """Hold steps to these bounds from now on, or to the configured ones where those are lower.
@@ -321,10 +260,10 @@ class Scheduler:
         max_num_seqs = min(max_num_seqs, self._config.max_num_seqs)
         max_num_batched_tokens = min(max_num_batched_tokens, self._config.max_num_batched_tokens)
         is_lower = max_num_seqs < self.max_num_seqs or max_num_batched_tokens < self.max_num_batched_tokens
-        assert not (is_lower and self._running), "vacate() comes first"
+        assert not (is_lower and self._seats.sequences), "vacate() comes first"
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self._admission_open = True
+        self._roster.is_admission_open = True
 
     # ----------------------------------------------------------------------------------------------------- schedule
 
@@ -343,15 +282,16 @@ class Scheduler:
         if not is_alone and not self._schedule_batch(draft):
             is_alone = self._schedule_alone(draft)
         self._was_alone = is_alone
-        finished_seq_ids = tuple(self._finished_seq_ids)
-        self._finished_seq_ids.clear()
+        finished_seq_ids = tuple(self._roster.finished_seq_ids)
+        self._roster.finished_seq_ids.clear()
         self._chunks = draft.chunks
         if is_alone:
             self._step_decodes = []
             decode_ids = request_ids = ones = _NOBODY
         else:
-            self._step_decodes = self._decodes
-            decode_ids, request_ids, ones = self._decode_ids, self._decode_request_ids, self._ones
+            seats = self._seats
+            self._step_decodes = seats.decodes
+            decode_ids, request_ids, ones = seats.decode_ids, seats.decode_request_ids, seats.ones
         if draft.chunks:
             request_ids += tuple([chunk.sequence.request_id for chunk in draft.chunks])
         self._step_request_ids = request_ids
@@ -359,114 +299,128 @@ class Scheduler:
 
     def _schedule_batch(self, draft: PlanDraft) -> bool:
         """Give this step to the batch. False if there is none: nobody in it runs, and nobody could be let in."""
-        self._num_batch_steps += 1
-        due = self._growth.pop(self._num_batch_steps, None)
-        if due is not None:
-            self._grow(due, draft)
-        if self._num_behind or (self._admission_open and self._waiting.batch):
+        seats = self._seats
+        for sequence in seats.begin_batch_step():
+            if not seats.is_due(sequence):
+                continue  # it has just been preempted
+            self._append_block(sequence, draft)
+            if sequence.status is _RUNNING:
+                seats.has_grown(sequence, self._kv.num_slots_left(sequence))
+        if seats.num_behind or (self._roster.is_admission_open and self._waiting.batch):
             self._spend_budget(draft)
-        if self._decodes_changed:
-            self._decodes = [sequence for sequence in self._running if sequence.is_caught_up]
-            self._decode_ids = tuple([sequence.seq_id for sequence in self._decodes])
-            self._decode_request_ids = tuple([sequence.request_id for sequence in self._decodes])
-            self._ones = (1,) * len(self._decodes)
-            self._decodes_changed = False
-        return bool(self._decodes or draft.chunks)
+        seats.refresh_decodes()
+        return bool(seats.decodes or draft.chunks)
 
     def _schedule_alone(self, draft: PlanDraft) -> bool:
-        """Give this step to the sequence outside the batch. False if there is none, and none could be let in."""
-        if self._alone is None:
+        """Give this step to the sequence outside the batch. False if there is none that can go on, nor could be let
+        in.
+        """
+        if self._seats.alone is None:
             front = self._front()
             if front is None or not front.is_alone:
                 return False
-            prefix = self._make_room(front, draft)
-            if prefix is None:
-                self._admission_open = False
+            start = self._make_room(front, draft)
+            if start is None:
+                self._roster.is_admission_open = False
                 return False
-            self._admit(front, prefix, draft)
-        sequence = self._alone
+            self._admit(front, start, draft)
+        sequence = self._seats.alone
         assert sequence is not None
+        if sequence.provider is not None:
+            return False
         if self._kv.num_slots_left(sequence) == 0:
             self._append_block(sequence, draft)
         if sequence.status is not _RUNNING:
             return False
-        draft.add_chunk(sequence, self.max_num_batched_tokens)
+        self._add_chunk(sequence, self.max_num_batched_tokens, draft)
         return True
 
     def _front(self) -> Sequence | None:
         """Who is to be let in next, if anybody is."""
-        return self._waiting.front(is_alone_taken=self._alone is not None) if self._admission_open else None
-
-    def _grow(self, due: list[Sequence], draft: PlanDraft) -> None:
-        """Give a block to each decoding sequence whose table is full."""
-        due.sort(key=_order_of)
-        for sequence in due:
-            if sequence.growth_batch_step != self._num_batch_steps:
-                continue  # it has left since
-            self._append_block(sequence, draft)
-            if sequence.status is _RUNNING:
-                self._foresee_growth(sequence, self._num_batch_steps)
+        if not self._roster.is_admission_open:
+            return None
+        return self._waiting.front(is_alone_taken=self._seats.alone is not None)
 
     def _append_block(self, sequence: Sequence, draft: PlanDraft) -> None:
         """Give a running sequence one more block, if need be at the cost of the last ones, of which it may be one."""
         self._kv.register(sequence)
         while not self._kv.can_append() and sequence.status is _RUNNING:
-            self._preempt(self._running[-1], draft)
+            self._preempt(self._roster.parked[-1] if self._roster.parked else self._seats.sequences[-1], draft)
         if sequence.status is _RUNNING:
             draft.new_block_ids[sequence.seq_id] = (self._kv.append(sequence),)
 
     def _spend_budget(self, draft: PlanDraft) -> None:
         """Give the tokens that the decodes leave to the other sequences, running or waiting, in order of precedence."""
-        behind = deque(s for s in self._running if not s.is_caught_up and s is not self._alone)
+        behind = deque(self._seats.behind())
         while True:
             front = self._front()
             if front is not None and front.is_alone:
                 front = None  # it gets the next step, and nobody behind it is let in before
-            num_decodes = len(self._running) - self._num_behind - (self._alone is not None)
-            num_tokens_left = self.max_num_batched_tokens - num_decodes - draft.num_chunk_tokens
+            num_tokens_left = self.max_num_batched_tokens - self._seats.num_decodes - draft.num_chunk_tokens
             if num_tokens_left == 0 and draft.chunks:
                 return
             if behind and (front is None or behind[0].order < front.order):
                 sequence = behind.popleft()
                 if sequence.status is _RUNNING:
-                    draft.add_chunk(sequence, num_tokens_left)
+                    self._add_chunk(sequence, num_tokens_left, draft)
             elif front is None:
                 return
-            elif (prefix := self._make_room(front, draft)) is None:
-                self._admission_open = False
+            elif (start := self._make_room(front, draft)) is None:
+                self._roster.is_admission_open = False
             elif num_tokens_left > 0:
-                self._admit(front, prefix, draft)
-                draft.add_chunk(front, num_tokens_left)
+                self._admit(front, start, draft)
+                if front.provider is None:
+                    self._add_chunk(front, num_tokens_left, draft)
             # Otherwise the decodes had taken the whole budget, one of them has just been preempted, and the next
             # round finds its token.
 
-    def _make_room(self, sequence: Sequence, draft: PlanDraft) -> list[int] | None:
-        """See to a seat and blocks for a waiting sequence, if need be by preempting those of lower priority.
+    def _add_chunk(self, sequence: Sequence, num_tokens_max: int, draft: PlanDraft) -> None:
+        """Let a running sequence compute; the runner learns where, if it has not yet."""
+        if not sequence.is_placed:
+            sequence.is_placed = True
+            if sequence.is_known:
+                draft.add_resumed(sequence)
+            else:
+                sequence.is_known = True
+                draft.add_new(sequence)
+        draft.add_chunk(sequence, num_tokens_max)
 
-        Returns its cached prefix, or None if there is no room; nobody is preempted in vain for want of blocks.
+    def _make_room(self, sequence: Sequence, draft: PlanDraft) -> Start | None:
+        """See to a seat and blocks for a waiting sequence, if need be at the cost of parked ones, and of running ones
+        that come behind it and are of lower priority.
+
+        Returns what it can begin with, or None if there is no room; nobody loses blocks in vain.
         """
-        prefix = self._kv.find_prefix(sequence)
-        if self._has_room(sequence, prefix):
-            return prefix
-        num_outranked = 0
-        num_reclaimable_blocks = self._kv.num_free_blocks
-        for running in reversed(self._running):
-            if running.order[0] <= sequence.order[0]:
-                break
-            num_outranked += 1
-            num_reclaimable_blocks += len(running.block_table)
-        num_blocks_needed = self._kv.num_free_blocks_needed(sequence, prefix)
-        if num_blocks_needed + self._headroom(len(self._running) - num_outranked + 1) > num_reclaimable_blocks:
+        start = self._kv.find_start(sequence)
+        if self._has_room(sequence, start):
+            return start
+        outranked = self._outranked_by(sequence)
+        parked = [one for one in self._roster.parked if one is not sequence]
+        num_running = len(self._seats) - len(outranked) + 1
+        num_blocks_needed = self._kv.num_free_blocks_needed(sequence, start.prefix) + self._headroom(num_running)
+        num_blocks = self._kv.num_free_blocks + self._kv.num_freed_by((*outranked, *parked), start.prefix)
+        if num_running > self.max_num_seqs or num_blocks_needed > num_blocks:
             return None
-        for _ in range(num_outranked):
-            self._preempt(self._running[-1], draft)
-            if self._has_room(sequence, prefix):
-                return prefix
-        return None
+        for _ in range(len(parked) + len(outranked)):
+            is_seat_free = len(self._seats) < self.max_num_seqs
+            self._preempt(parked.pop() if is_seat_free and parked else self._seats.sequences[-1], draft)
+            if self._has_room(sequence, start):
+                return start
+        raise AssertionError("there was to be room")
 
-    def _has_room(self, sequence: Sequence, prefix: list[int]) -> bool:
-        num_running = len(self._running) + 1
-        return num_running <= self.max_num_seqs and self._kv.can_allocate(sequence, prefix, self._headroom(num_running))
+    def _outranked_by(self, sequence: Sequence) -> list[Sequence]:
+        """The running sequences that have to give way to this one, the last first."""
+        outranked: list[Sequence] = []
+        for running in reversed(self._seats.sequences):
+            if running.order < sequence.order or running.request.priority >= sequence.request.priority:
+                break
+            outranked.append(running)
+        return outranked
+
+    def _has_room(self, sequence: Sequence, start: Start) -> bool:
+        num_running = len(self._seats) + 1
+        headroom = self._headroom(num_running)
+        return num_running <= self.max_num_seqs and self._kv.can_allocate(sequence, start.prefix, headroom)
 
     def _headroom(self, num_running: int) -> int:
         """Blocks to be left free when the number of running sequences rises to `num_running`."""
@@ -475,32 +429,15 @@ class Scheduler:
         num_growth_blocks = -(-num_running * _HEADROOM_STEPS // self._config.block_size)
         return min(num_growth_blocks, self._config.num_kv_blocks // _HEADROOM_POOL_SHARE)
 
-    def _admit(self, sequence: Sequence, prefix: list[int], draft: PlanDraft) -> None:
-        self._waiting.pop(sequence)
-        self._kv.allocate(sequence, prefix)
-        if not sequence.is_prompt_counted:
-            sequence.is_prompt_counted = True
-            sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
-            self._num_prompt_tokens_total += sequence.num_prompt_tokens
-            self._num_cached_tokens_total += sequence.num_cached_tokens
-        if sequence.status is SequenceStatus.WAITING:
-            draft.add_new(sequence)
-        else:
-            draft.add_resumed(sequence)
-        sequence.move_to(_RUNNING)
-        insort(self._running, sequence, key=_order_of)
-        if sequence.is_alone:
-            self._alone = sequence
-        else:
-            self._num_behind += 1
+    def _admit(self, sequence: Sequence, start: Start, draft: PlanDraft) -> None:
+        block_ids = self._roster.admit(sequence, start)
+        if block_ids:
+            draft.new_block_ids[sequence.seq_id] = tuple(block_ids)
 
     def _preempt(self, sequence: Sequence, draft: PlanDraft) -> None:
-        self._leave_running(sequence)
-        self._kv.free(sequence)
-        sequence.move_to(SequenceStatus.PREEMPTED)
-        self._waiting.push(sequence)
-        self._num_preemptions_total += 1
-        draft.add_preempted(sequence)
+        if sequence.is_placed:
+            draft.add_preempted(sequence)
+        self._roster.preempt(sequence)
 
     # ------------------------------------------------------------------------------------------------------- update
 
@@ -541,6 +478,8 @@ class Scheduler:
                 continue
             sequence.num_computed_tokens += num_tokens
             self._kv.register(sequence)
+            if len(sequence.request.sequences) > 1:
+                self._kv.provide(sequence)
             prompt_logprobs = result.prompt_logprobs.get(sequence.seq_id)
             if prompt_logprobs is not None:
                 sequence.add_prompt_logprobs(prompt_logprobs)
@@ -549,19 +488,11 @@ class Scheduler:
             elif token_id is not None:
                 sequence.token_ids.append(token_id)
                 if not sequence.is_alone:
-                    self._catch_up(sequence)
+                    self._roster.is_admission_open |= (
+                        sequence is self._seats.alone
+                    )  # the next one of its kind may be let in
+                    self._seats.catch_up(sequence, self._kv.num_slots_left(sequence))
                 outputs.append(self._output(sequence, result.logprobs.get(sequence.seq_id)))
-
-    def _catch_up(self, sequence: Sequence) -> None:
-        """From the next batch step on, `sequence` computes its newest token in each."""
-        if sequence is self._alone:
-            self._alone = None
-            self._admission_open = True  # the next one of its kind may be let in
-        else:
-            self._num_behind -= 1
-        sequence.is_caught_up = True
-        self._decodes_changed = True
-        self._foresee_growth(sequence, self._num_batch_steps + 1)
 
     def _output(self, sequence: Sequence, logprobs: TokenLogprobs | None) -> SequenceOutput:
         """The newest token as an output; ends the sequence if it was its last."""
@@ -593,7 +524,7 @@ class Scheduler:
         )
         sequence.is_first_output_due = False
         if reason is not None:
-            self._end(sequence)
+            self._roster.end(sequence)
         return output
 
     def _fail_non_finite(self, result: StepResult) -> tuple[RequestFailure, ...]:
@@ -605,8 +536,7 @@ class Scheduler:
         for seq_id in result.non_finite_seq_ids:
             request = by_seq_id[seq_id].request
             if not request.is_finished:
-                for sequence in request.sequences:
-                    self._end(sequence, distrust=True)
+                self._roster.end_all(request, distrust=True)
                 failures.append(RequestFailure(request.request_id, FailureKind.NON_FINITE))
         return tuple(failures)
 
@@ -619,50 +549,10 @@ class Scheduler:
         for seq_id, failure in result.failures.items():
             request = by_seq_id[seq_id].request
             if not request.is_finished:
-                for sequence in request.sequences:
-                    self._end(sequence)
+                self._roster.end_all(request)
                 failures.append(RequestFailure(request.request_id, failure.kind, failure.incident_id))
         return tuple(failures)
 
     def _in_step(self) -> list[Sequence]:
         """The sequences of the last plan, in its order, those included that have ended since."""
         return [*self._step_decodes, *(chunk.sequence for chunk in self._chunks)]
-
-    # ------------------------------------------------------------------------------------------ where sequences end
-
-    def _end(self, sequence: Sequence, *, distrust: bool = False) -> None:
-        """Finish a sequence, wherever it is. `distrust` keeps its blocks' contents out of the prefix cache."""
-        if sequence.status is SequenceStatus.FINISHED:
-            return
-        if sequence.status is not SequenceStatus.WAITING:
-            self._finished_seq_ids.append(sequence.seq_id)
-        if sequence.status is not _RUNNING:
-            self._waiting.remove(sequence)
-        elif distrust:
-            self._kv.free_and_forget(sequence)
-        else:
-            self._kv.free(sequence)
-        if sequence.status is _RUNNING:
-            self._leave_running(sequence)
-        sequence.move_to(SequenceStatus.FINISHED)
-        self._admission_open = True
-        if sequence.request.is_finished:
-            del self._requests[sequence.request_id]
-
-    def _leave_running(self, sequence: Sequence) -> None:
-        position = bisect_left(self._running, sequence.order, key=_order_of)
-        assert self._running[position] is sequence
-        del self._running[position]
-        if sequence is self._alone:
-            self._alone = None
-        elif sequence.is_caught_up:
-            self._decodes_changed = True
-        else:
-            self._num_behind -= 1
-        sequence.is_caught_up = False
-        sequence.growth_batch_step = 0
-
-    def _foresee_growth(self, sequence: Sequence, batch_step: int) -> None:
-        """Note when `sequence`, which from this batch step on computes one token in each, needs its next block."""
-        sequence.growth_batch_step = batch_step + self._kv.num_slots_left(sequence)
-        self._growth.setdefault(sequence.growth_batch_step, []).append(sequence)

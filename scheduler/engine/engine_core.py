@@ -18,8 +18,9 @@ from typing import Protocol
 
 from scheduler import logs
 from scheduler.codec import Message
+from scheduler.core.arrivals import RequestNeverFitsError
 from scheduler.core.output import StepPlan, StepResult
-from scheduler.core.scheduler import RequestNeverFitsError, Scheduler
+from scheduler.core.scheduler import Scheduler
 from scheduler.engine.containment import Cause, Containment, cause_of
 from scheduler.flight_record import StepShape
 from scheduler.messages import (

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.output import StepPlan
-from scheduler.core.request import SequenceStatus
+from scheduler.core.request import Sequence, SequenceStatus
 from scheduler.core.scheduler import Scheduler
 from scheduler.messages import FailureKind, FinishReason, RequestFailure, SequenceOutput, Submit
 from tests.core.failing_runner import FailingRunner, StepFailedError
@@ -106,6 +106,7 @@ class Driver:
         self.answers: dict[int, Answer] = {}
         self.plans: list[StepPlan] = []
         self.confined_to: frozenset[int] | None = None
+        self.paused: set[int] = set()
         self.may_overtake = False
         """Whether something happened that may let a later request of a priority run while an earlier one waits."""
 
@@ -125,6 +126,17 @@ class Driver:
             answer = self.answers.get(request_id)
             if answer is not None and not answer.is_over:
                 answer.is_aborted = True
+        self.check_invariants()
+
+    def pause(self, *request_ids: int) -> None:
+        self.scheduler.pause(request_ids)
+        self.paused |= {request_id for request_id in request_ids if request_id in self.answers}
+        self.may_overtake = True
+        self.check_invariants()
+
+    def unpause(self, *request_ids: int) -> None:
+        self.scheduler.unpause(request_ids)
+        self.paused -= set(request_ids)
         self.check_invariants()
 
     def step(self, while_in_flight: Callable[[], None] | None = None) -> StepPlan | None:
@@ -223,10 +235,14 @@ class Driver:
         sequence.end = output.finish_reason
 
     def _check_prompt_logprobs(self, output: SequenceOutput) -> None:
-        """Told with the request's first output, each token but the first once, in order."""
+        """Told with the first output of sequence 0, each token but the first once, in order; no sibling says anything
+        before that, unless they run alone, where each goes by its own count of tokens.
+        """
         answer = self.answers[output.request_id]
-        is_first = not any(sequence.outputs for sequence in answer.sequences.values())
         asks = answer.submit.sampling.num_prompt_logprobs is not None and 0 in answer.sequences
+        is_first = output.index == 0 and not answer.sequences[0].outputs
+        if asks and not is_first and not answer.submit.alone_until:
+            assert answer.sequences[0].outputs
         told = output.prompt_logprobs
         assert (told is not None) == (asks and is_first)
         if told is not None:
@@ -246,11 +262,12 @@ class Driver:
         scheduler = self.scheduler
         assert plan.num_batched_tokens <= scheduler.max_num_batched_tokens <= self.config.max_num_batched_tokens
         assert len(plan.seq_ids) <= scheduler.max_num_seqs <= self.config.max_num_seqs
-        sequences = {s.seq_id: s for r in scheduler._requests.values() for s in r.sequences}
+        sequences = {s.seq_id: s for r in scheduler._roster.requests.values() for s in r.sequences}
         in_step = [sequences[seq_id] for seq_id in plan.seq_ids]
         request_ids = tuple(sequence.request_id for sequence in in_step)
         assert scheduler.step_request_ids == request_ids
         assert self.confined_to is None or self.confined_to.issuperset(request_ids)
+        assert self.paused.isdisjoint(request_ids)
         for sequence in in_step:
             answer = self.answers[sequence.request_id]
             assert scheduler.num_output_tokens(sequence.request_id) == answer.num_output_tokens
@@ -259,12 +276,16 @@ class Driver:
 
     def _check_vacant(self) -> None:
         """Nobody runs, nothing is held, all who live wait as if they had never run."""
-        assert not self.scheduler._running
+        assert not self.scheduler._seats.sequences
         assert self.scheduler.stats().num_used_kv_blocks == 0
-        for request in self.scheduler._requests.values():
+        for request in self.scheduler._roster.requests.values():
             statuses = {sequence.status for sequence in request.sequences}
             assert statuses <= {SequenceStatus.WAITING, SequenceStatus.FINISHED}
         self.check_invariants()
+
+    def _may_run(self, sequence: Sequence) -> bool:
+        is_held = self.confined_to is not None and sequence.request_id not in self.confined_to
+        return not sequence.request.is_paused and (not is_held or sequence.status is SequenceStatus.RUNNING)
 
     def check_invariants(self) -> None:
         self._check_pool()
@@ -272,7 +293,8 @@ class Driver:
 
     def _check_pool(self) -> None:
         pool = self.scheduler._kv.pool
-        holders = Counter(block_id for sequence in self.scheduler._running for block_id in sequence.block_table)
+        known = [sequence for request in self.scheduler._roster.requests.values() for sequence in request.sequences]
+        holders = Counter(block_id for sequence in known for block_id in sequence.block_table)
         assert pool._ref_counts == [holders[block_id] for block_id in range(pool.num_blocks)]
         blank, evictable = set(pool._blank), set(pool._evictable)
         assert len(blank) == len(pool._blank)
@@ -286,35 +308,44 @@ class Driver:
 
     def _check_lists(self) -> None:
         scheduler = self.scheduler
-        running = scheduler._running
-        known = [sequence for request in scheduler._requests.values() for sequence in request.sequences]
+        seats = scheduler._seats
+        running = seats.sequences
+        known = [sequence for request in scheduler._roster.requests.values() for sequence in request.sequences]
         live = [sequence for sequence in known if sequence.status is not SequenceStatus.FINISHED]
         waiting = [sequence for sequence in live if sequence.status is not SequenceStatus.RUNNING]
         assert len(running) <= self.config.max_num_seqs
         assert running == sorted(running, key=lambda sequence: sequence.order)
         assert set(running) == {sequence for sequence in live if sequence.status is SequenceStatus.RUNNING}
-        assert scheduler._num_behind == sum(not s.is_caught_up and s is not scheduler._alone for s in running)
-        assert [s for s in running if s.is_alone] == ([] if scheduler._alone is None else [scheduler._alone])
+        assert seats.num_behind == sum(not s.is_caught_up and s is not seats.alone for s in running)
+        assert [s for s in running if s.is_alone] == ([] if seats.alone is None else [seats.alone])
         for sequence in running:
+            assert not sequence.request.is_paused
+            provider = sequence.provider
+            assert provider is None or (provider in running and provider.provider is None and not sequence.is_placed)
+            assert provider is None or provider.block_table[0] == sequence.block_table[0]
             assert (sequence.growth_batch_step > 0) == sequence.is_caught_up
             assert len(sequence.block_table) <= -(-len(sequence.token_ids) // self.config.block_size), "idle blocks"
+        parked = [sequence for sequence in waiting if sequence.status is SequenceStatus.PARKED]
+        assert set(parked) == set(scheduler._roster.parked)
+        assert len(parked) == len(scheduler._roster.parked)
         for sequence in waiting:
-            assert sequence.status in {SequenceStatus.WAITING, SequenceStatus.PREEMPTED}
-            assert not sequence.block_table
+            assert sequence.provider is None
+            assert sequence.is_placed == (sequence.status is SequenceStatus.PARKED)
+            assert sequence.is_known == (sequence.status is not SequenceStatus.WAITING)
+            assert bool(sequence.block_table) == (sequence.status is SequenceStatus.PARKED)
             assert not sequence.is_caught_up
         if not self.may_overtake:
             for ahead in running:
                 for behind in waiting:
-                    is_due = ahead.order[0] != behind.order[0] or ahead.order < behind.order
-                    assert is_due, "overtaken within a priority"
+                    is_rival = ahead.request.priority == behind.request.priority
+                    assert not is_rival or ahead.order < behind.order, "overtaken within a priority"
         stats = scheduler.stats()
         assert stats.num_running == len(running)
         assert stats.num_waiting == len(waiting)
-        assert stats.num_waiting_tokens == sum(len(sequence.token_ids) for sequence in waiting)
-        held = [s for s in waiting if self.confined_to is not None and s.request_id not in self.confined_to]
-        assert scheduler.has_work == (len(live) > len(held))
+        assert stats.num_waiting_tokens == sum(sequence.num_uncomputed_tokens for sequence in waiting)
+        assert scheduler.has_work == any(self._may_run(sequence) for sequence in live)
         live_answers = {request_id for request_id, answer in self.answers.items() if not answer.is_over}
-        assert set(scheduler._requests) == live_answers
+        assert set(scheduler._roster.requests) == live_answers
 
 
 def scheduled(driver: Driver) -> dict[int, int]:

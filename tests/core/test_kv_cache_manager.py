@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler.core.kv_cache_manager import KVCacheManager
+from scheduler.core.kv_cache_manager import KVCacheManager, Start
 from scheduler.core.request import Sequence, make_request
 from tests.fakes import make_submit
 
@@ -13,12 +13,12 @@ def make_kv(num_blocks: int = 8, *, enable_prefix_caching: bool = True) -> KVCac
 
 def make_sequence(prompt: range, *, cache_salt: str = "", cache_bypass: bool = False) -> Sequence:
     submit = make_submit(1, prompt, cache_salt=cache_salt, cache_bypass=cache_bypass)
-    return make_request(submit, arrival=1, first_seq_id=1, max_model_len=100).sequences[0]
+    return make_request(submit, step_id=0, arrival=1, first_seq_id=1, max_model_len=100).sequences[0]
 
 
 def compute(kv: KVCacheManager, sequence: Sequence) -> None:
     """Place `sequence` and have all its known tokens computed."""
-    kv.allocate(sequence, kv.find_prefix(sequence))
+    kv.allocate(sequence, kv.find_start(sequence))
     sequence.num_computed_tokens = len(sequence.token_ids)
     kv.register(sequence)
 
@@ -28,7 +28,7 @@ def test_allocate_covers_all_known_tokens(num_tokens: int, num_blocks: int) -> N
     """A placed sequence holds just the blocks its known tokens need."""
     kv = make_kv()
     sequence = make_sequence(range(num_tokens))
-    kv.allocate(sequence, [])
+    kv.allocate(sequence, Start([]))
     assert len(sequence.block_table) == num_blocks
     assert kv.num_slots_left(sequence) == num_blocks * 4
 
@@ -62,7 +62,7 @@ def test_prefix_is_never_the_whole_prompt(num_tokens: int, num_cached_tokens: in
     kv = make_kv()
     compute(kv, make_sequence(range(16)))
     sequence = make_sequence(range(num_tokens))
-    kv.allocate(sequence, kv.find_prefix(sequence))
+    kv.allocate(sequence, kv.find_start(sequence))
     assert sequence.num_computed_tokens == num_cached_tokens
 
 
@@ -70,7 +70,7 @@ def test_only_computed_blocks_are_found() -> None:
     """A block is found once all its tokens are computed, not when it is allocated or half full."""
     kv = make_kv()
     first, second = make_sequence(range(12)), make_sequence(range(12))
-    kv.allocate(first, [])
+    kv.allocate(first, Start([]))
     kv.register(first)
     assert kv.find_prefix(second) == []
     first.num_computed_tokens = 7
@@ -85,7 +85,7 @@ def test_free_registers_what_was_computed() -> None:
     """Blocks filled since the last registration are found after free, and only those."""
     kv = make_kv()
     first = make_sequence(range(12))
-    kv.allocate(first, [])
+    kv.allocate(first, Start([]))
     first.num_computed_tokens = 9
     table = first.block_table
     kv.free(first)
@@ -136,8 +136,8 @@ def test_chain_goes_on_behind_a_known_block() -> None:
     """A sequence that computed a block somebody else had registered first still registers what follows it."""
     kv = make_kv()
     first, second = make_sequence(range(12)), make_sequence(range(16))
-    kv.allocate(first, [])
-    kv.allocate(second, [])
+    kv.allocate(first, Start([]))
+    kv.allocate(second, Start([]))
     for sequence in (first, second):
         sequence.num_computed_tokens = len(sequence.token_ids)
         kv.register(sequence)

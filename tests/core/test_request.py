@@ -10,7 +10,7 @@ from tests.fakes import make_submit
 
 def make_sequence(priority: int = 0, arrival: int = 1) -> Sequence:
     submit = make_submit(7, [1, 2, 3], resume_token_ids=(4,), max_tokens=5, priority=priority)
-    return make_request(submit, arrival=arrival, first_seq_id=arrival, max_model_len=100).sequences[0]
+    return make_request(submit, step_id=0, arrival=arrival, first_seq_id=arrival, max_model_len=100).sequences[0]
 
 
 @pytest.mark.parametrize(("before", "after"), list(product(SequenceStatus, SequenceStatus)))
@@ -51,4 +51,4 @@ def test_resumed_tokens_are_output() -> None:
 def test_context_bounds_the_length() -> None:
     """A sequence never outgrows max_model_len, however large max_tokens is."""
     submit = make_submit(1, [1, 2, 3], max_tokens=2**31 - 1)
-    assert make_request(submit, arrival=1, first_seq_id=1, max_model_len=10).num_tokens_max == 10
+    assert make_request(submit, step_id=0, arrival=1, first_seq_id=1, max_model_len=10).num_tokens_max == 10

@@ -10,7 +10,7 @@ from tests.fakes import make_submit
 
 def make_sequence(arrival: int, priority: int = 0, num_tokens: int = 3) -> Sequence:
     submit = make_submit(arrival, range(num_tokens), priority=priority)
-    return make_request(submit, arrival=arrival, first_seq_id=arrival, max_model_len=1000).sequences[0]
+    return make_request(submit, step_id=0, arrival=arrival, first_seq_id=arrival, max_model_len=1000).sequences[0]
 
 
 def pop_all(queue: RequestQueue) -> list[int]:

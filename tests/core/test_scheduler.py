@@ -9,8 +9,9 @@ from dataclasses import replace
 
 import pytest
 
+from scheduler.core.arrivals import RequestNeverFitsError
 from scheduler.core.request import Sequence
-from scheduler.core.scheduler import RequestNeverFitsError, Scheduler
+from scheduler.core.scheduler import Scheduler
 from scheduler.messages import EngineStats, FailureKind, FinishReason, SequenceOutput, SequenceStart
 from tests.core.driver import Driver, make_config, scheduled
 from tests.fakes import FakeRunner, make_submit, reference_output

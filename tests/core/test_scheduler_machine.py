@@ -1,4 +1,4 @@
-"""Submissions, aborts, steps, failed steps, confinements and limits in any order.
+"""Submissions, aborts, pauses, steps, failed steps, confinements and limits in any order.
 
 The pools are so small that preemption and prefix hits are common, and a failed step spoils all KV that it could.
 """
@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from scheduler.core.scheduler import RequestNeverFitsError
-from scheduler.messages import Submit
+from scheduler.core.arrivals import RequestNeverFitsError
+from scheduler.messages import SequenceStart, Submit
 from tests.core.driver import Driver, make_config
 from tests.fakes import make_submit
 
@@ -44,6 +44,14 @@ def build_submit(
     )
 
 
+resumed = st.sampled_from([(), (), (), (3,), (3, 1, 4), (3, EOS_ID)])
+sequences = st.one_of(
+    st.builds(lambda token_ids: (SequenceStart(0, token_ids),), resumed),
+    st.builds(lambda n: tuple(SequenceStart(index) for index in range(n)), st.integers(2, 5)),
+    st.dictionaries(st.integers(0, 5), resumed, min_size=2, max_size=4).map(
+        lambda starts: tuple(SequenceStart(index, starts[index]) for index in sorted(starts))
+    ),
+)
 submits = st.builds(
     build_submit,
     prompt=prompts,
@@ -52,7 +60,7 @@ submits = st.builds(
     min_tokens=st.integers(0, 24),
     eos_token_ids=st.sampled_from([(), (), (EOS_ID,)]),
     stop_token_ids=st.sampled_from([(), (), (STOP_ID, EOS_ID)]),
-    resume_token_ids=st.sampled_from([(), (), (), (3,), (3, 1, 4), (3, EOS_ID)]),
+    sequences=sequences,
     priority=priorities,
     cache_salt=st.sampled_from(["", "", "salt"]),
     cache_bypass=st.sampled_from([False, False, False, True]),
@@ -140,6 +148,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.driver.vacate()
         self.driver.confine(self.next_request_id - position for position in positions)
 
+    @rule(positions=st.lists(st.integers(-1, 8), min_size=1, max_size=4))
+    def pause(self, positions: list[int]) -> None:
+        self.driver.pause(*(self.next_request_id - position for position in positions))
+
+    @rule(positions=st.lists(st.integers(-1, 8), min_size=1, max_size=4))
+    def unpause(self, positions: list[int]) -> None:
+        self.driver.unpause(*(self.next_request_id - position for position in positions))
+
     @rule()
     def unconfine(self) -> None:
         self.driver.unconfine()
@@ -161,11 +177,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "driver"):
             return
         self.driver.unconfine()
+        self.driver.unpause(*self.driver.paused)
         num_steps_max = 0
         for answer in self.driver.answers.values():
             if not answer.is_over:
                 num_tokens = len(answer.submit.prompt_token_ids) + answer.submit.stopping.max_tokens
-                num_steps_max += num_tokens  # as the first in precedence of those who run it gets one in every step
+                # As the first in precedence of those who run a sequence gets a token in every step.
+                num_steps_max += num_tokens * len(answer.num_output_tokens)
         if self.driver.may_overtake:
             # It may be in every other step only, and lose its place to an earlier one that waited, and begin anew.
             num_steps_max *= 4

@@ -11,7 +11,7 @@ import hashlib
 import random
 from dataclasses import dataclass, field, replace
 
-from scheduler.core.scheduler import RequestNeverFitsError
+from scheduler.core.arrivals import RequestNeverFitsError
 from scheduler.messages import Submit
 from tests.core.driver import Driver, make_config
 from tests.fakes import FakeClock, make_submit
