@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 from pathlib import Path
@@ -170,3 +171,16 @@ async def test_live_calls_are_counted_and_given_back(model: Path, log: CapturedL
         await error_of(run.generate(1, model="other"))
         await rest_of(run.generate(1, max_tokens=3))
         assert (totals.num_live_calls, totals.num_finished_calls, totals.num_failed_calls) == (0, 3, 0)
+
+
+async def test_the_line_names_the_client(model: Path, log: CapturedLogs, tmp_path: Path) -> None:
+    """By what its token stands for; the token itself is nowhere."""
+    token = f"{CANARY}-token"
+    path = tmp_path / "tokens"
+    path.write_text(f"reporter inference,info {hashlib.sha256(token.encode()).hexdigest()}\n")
+    async with running(model, "--auth-tokens", str(path)) as run:
+        metadata = (("authorization", f"Bearer {token}"),)
+        await rest_of(run.inference.Generate(request(1, max_tokens=3), metadata=metadata, timeout=HANG_S))
+    (line,) = log.of("request finished")
+    assert line["client"] == "reporter"
+    assert CANARY not in log.text
