@@ -38,6 +38,10 @@ OPTIONS_ON_LOOP_MAX = 2048
 """Entries of options as long as a vocabulary that are checked on the loop (some milliseconds); more are, off it."""
 
 
+GUIDE_BYTES_PER_TOKEN = 64
+"""A compiled guide waits with its request; so many bytes of it count as a token in the queue."""
+
+
 class InferenceServicer:
     """Generate and Complete."""
 
@@ -188,6 +192,7 @@ class InferenceServicer:
         account.num_prompt_tokens = len(answer.submit.prompt_token_ids)
         account.num_resumed_tokens = sum(len(start.resume_token_ids) for start in answer.submit.sequences)
         num_options = len(request.sampling.logit_bias) + len(request.sampling.allowed_token_ids)
+        num_options += len(guide) // GUIDE_BYTES_PER_TOKEN
         ticket.settle(account.num_prompt_tokens + account.num_resumed_tokens + num_options)
         return answer
 
