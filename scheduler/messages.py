@@ -280,6 +280,8 @@ class SequenceOutput:
     """Prompt tokens taken from the prefix cache; set on the sequence's first output only."""
     prompt_logprobs: PromptLogprobs | None = None
     """If asked for; on the first output of sequence 0 only."""
+    queue_s: float | None = None
+    """Seconds from the request's arrival in the engine to the begin of its first step; on its first output only."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -213,6 +213,8 @@ class EngineClient:
             self.num_generated_tokens += len(output.new_token_ids)
             stream = self._streams.get(output.request_id)
             if stream is not None:  # else it was aborted while this step ran
+                if output.queue_s is not None and stream.timeline.first_output_s is None:
+                    stream.timeline.engine_queue_s = output.queue_s
                 stream.deliver(output)
                 self._observer.on_output(stream, len(output.new_token_ids))
         for failure in step.failures:
