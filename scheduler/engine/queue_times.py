@@ -38,18 +38,20 @@ class QueueTimes:
                 self._queue_s[request_id] = now_s - arrived_s
 
     def stamp(self, outputs: Sequence[SequenceOutput]) -> Sequence[SequenceOutput]:
-        """The outputs, each request's first one with its time."""
-        if not self._queue_s:
+        """The outputs, each request's first one with its time; without one where there was no step before it: resumed
+        tokens that were all there is.
+        """
+        if not len(self):
             return outputs
-        return [
-            replace(output, queue_s=self._queue_s.pop(output.request_id))
-            if output.request_id in self._queue_s
-            else output
-            for output in outputs
-        ]
+        return [self._stamped(output) for output in outputs]
 
     def forget(self, request_ids: Iterable[int]) -> None:
         """They are gone without an output; unknown ids are ignored."""
         for request_id in request_ids:
             self._arrived_s.pop(request_id, None)
             self._queue_s.pop(request_id, None)
+
+    def _stamped(self, output: SequenceOutput) -> SequenceOutput:
+        self._arrived_s.pop(output.request_id, None)
+        queue_s = self._queue_s.pop(output.request_id, None)
+        return output if queue_s is None else replace(output, queue_s=queue_s)

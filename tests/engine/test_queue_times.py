@@ -41,3 +41,11 @@ def test_nothing_is_kept_of_whoever_is_gone() -> None:
     times.forget([1, 2, 3])
     assert len(times) == 0
     assert times.stamp([output(2)])[0].queue_s is None
+
+
+def test_an_output_without_a_step_has_no_time() -> None:
+    """Of a request whose resumed tokens were all there is; nothing is kept of it."""
+    times = QueueTimes(Clock())
+    times.arrived(1)
+    assert times.stamp([output(1)])[0].queue_s is None
+    assert len(times) == 0
