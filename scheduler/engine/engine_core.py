@@ -4,6 +4,10 @@ What lives here: the order of the four verbs and what is said to the front end. 
 scheduler's), tensors (the runner's), sockets and signals (`process.py`'s). Scheduler, runner, inbox and clock are
 handed in, so that all of it runs in a test without a process or a model.
 
+**Pauses** are applied between steps, and not while requests are isolated: the isolation of one that gets no steps would
+never end, and all others would wait for it. **What waits too long** for its first step fails before a step is planned,
+so it is never in one; `idle_timeout_s` says when a loop that has nothing to do must look again.
+
 An exception of the runner is contained where the process is healthy: the step is dropped, the runner reset, and
 `containment.py` finds out whom it concerns. An exception over one Submit fails that request. Any other leaves unknown
 state behind, so it is not caught here: it is the death of this engine, and `process.py` reports it.
@@ -11,10 +15,11 @@ state behind, so it is not caught here: it is the death of this engine, and `pro
 
 from __future__ import annotations
 
+import math
 import secrets
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from scheduler import logs
 from scheduler.codec import Message
@@ -22,17 +27,21 @@ from scheduler.core.arrivals import RequestNeverFitsError
 from scheduler.core.output import StepPlan, StepResult
 from scheduler.core.scheduler import Scheduler
 from scheduler.engine.containment import Cause, Containment, cause_of
+from scheduler.engine.queue_deadlines import QueueDeadlines
+from scheduler.engine.queue_times import QueueTimes
 from scheduler.flight_record import StepShape
 from scheduler.messages import (
     Abort,
     EngineStats,
     FailureKind,
+    Pause,
     Phase,
     RequestFailure,
     SequenceOutput,
     Shutdown,
     StepOutputs,
     Submit,
+    Unpause,
 )
 
 
@@ -64,6 +73,14 @@ class Recorder(Protocol):
     def record(self, shape: StepShape, request_ids: Sequence[int]) -> None: ...
 
 
+class _Arrival(NamedTuple):
+    """A Submit that the scheduler has not got yet."""
+
+    submit: Submit
+    expires_s: float
+    """When its `queue_timeout_s` is over; infinite if it has none."""
+
+
 class EngineCore:
     """One engine: takes messages, makes steps, gives back what each step has to say."""
 
@@ -73,15 +90,21 @@ class EngineCore:
         runner: Runner,
         receive: Callable[[], Sequence[Message]],
         recorder: Recorder,
+        clock: Callable[[], float],
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._receive = receive
         self._recorder = recorder
+        self._clock = clock
         self._containment = Containment(scheduler)
-        self._submits_waiting: list[Submit] = []
-        self._held_up: list[Submit] = []
+        self._queue_times = QueueTimes(clock)
+        self._deadlines = QueueDeadlines(scheduler.has_run)
+        self._submits_waiting: list[_Arrival] = []
+        self._held_up: list[_Arrival] = []
         """Those whose guides are being read."""
+        self._pauses_waiting: dict[int, bool] = {}
+        """Request → whether it is to be paused."""
         self._outputs: list[SequenceOutput] = []
         self._failures: list[RequestFailure] = []
         self._stats_sent = EngineStats()
@@ -91,15 +114,22 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """True if a step would compute something."""
-        return (
-            bool(self._submits_waiting or self._held_up) or self._scheduler.has_work or self._containment.is_isolating
-        )
+        return bool(self._held_up) or self._is_busy
+
+    @property
+    def _is_busy(self) -> bool:
+        is_told = bool(self._submits_waiting or self._pauses_waiting)
+        return is_told or self._scheduler.has_work or self._containment.is_isolating
 
     @property
     def is_held_up(self) -> bool:
         """True if all there is to do waits for guides to be read, so that a step would compute nothing yet."""
-        is_busy = self._submits_waiting or self._scheduler.has_work or self._containment.is_isolating
-        return bool(self._held_up) and not is_busy
+        return bool(self._held_up) and not self._is_busy
+
+    def idle_timeout_s(self) -> float | None:
+        """Without work: seconds until there is something to do though no message comes; None: for ever."""
+        next_s = self._deadlines.next_s()
+        return None if next_s is None else max(0.0, next_s - self._clock())
 
     def step(self) -> StepOutputs | None:
         """Make one step over whatever there is to do.
@@ -109,17 +139,22 @@ class EngineCore:
         """
         self._recorder.enter(Phase.DRAIN, self._step_id)
         self._take(self._receive())
-        self._submit_waiting()
+        begun_s = self._clock()
+        self._submit_waiting(begun_s)
+        self._fail_expired(begun_s)
 
         self._recorder.enter(Phase.SCHEDULE, self._step_id)
         if self._containment.settle():
             self._runner.reset()
+        if not self._containment.is_isolating:
+            self._apply_pauses()
         plan = self._scheduler.schedule()
         if plan is None:
             return self._collect()
         self._step_id = plan.step_id
         shape = shape_of(plan)
         self._recorder.record(shape, self._scheduler.step_request_ids)
+        self._queue_times.scheduled(self._scheduler.step_request_ids)
 
         self._recorder.enter(Phase.EXECUTE, self._step_id)
         try:
@@ -127,7 +162,7 @@ class EngineCore:
         except Exception as error:
             if not self._contain(error, shape):
                 raise
-            return self._collect()
+            return self._collect(shape, begun_s)
 
         self._recorder.enter(Phase.UPDATE, self._step_id)
         self._take(self._receive())  # aborts that came meanwhile: their results are dropped, their blocks freed now
@@ -135,7 +170,7 @@ class EngineCore:
         self._outputs += outputs
         self._failures += failures
         self._containment.step_succeeded()
-        return self._collect()
+        return self._collect(shape, begun_s)
 
     def _contain(self, error: Exception, shape: StepShape) -> bool:
         """Drop the failed step and go on without it. False if the process is in no state to go on."""
@@ -167,28 +202,39 @@ class EngineCore:
         return True
 
     def _take(self, messages: Iterable[Message]) -> None:
-        """Apply aborts at once, ahead of the Submits that wait; keep Submits for the next step."""
+        """Apply aborts at once, ahead of the Submits that wait; keep Submits and pauses for the next step."""
         aborted: set[int] = set()
         for message in messages:
             match message:
                 case Submit():
-                    self._submits_waiting.append(message)
+                    timeout_s = math.inf if message.queue_timeout_s is None else message.queue_timeout_s
+                    self._submits_waiting.append(_Arrival(message, self._clock() + timeout_s))
+                    self._queue_times.arrived(message.request_id)
                 case Abort():
                     aborted.update(message.request_ids)
+                case Pause():
+                    self._pauses_waiting.update(dict.fromkeys(message.request_ids, True))
+                case Unpause():
+                    self._pauses_waiting.update(dict.fromkeys(message.request_ids, False))
                 case Shutdown():
                     self.is_shutting_down = True
                 case _:
                     raise TypeError(f"an engine is not told {type(message).__name__}")
         if aborted:
-            self._submits_waiting = [s for s in self._submits_waiting if s.request_id not in aborted]
-            self._held_up = [s for s in self._held_up if s.request_id not in aborted]
+            self._submits_waiting = [one for one in self._submits_waiting if one.submit.request_id not in aborted]
+            self._held_up = [one for one in self._held_up if one.submit.request_id not in aborted]
             self._scheduler.abort(aborted)
+            self._queue_times.forget(aborted)
 
-    def _submit_waiting(self) -> None:
-        held_up: list[Submit] = []
-        for submit in self._held_up + self._submits_waiting:
+    def _submit_waiting(self, now_s: float) -> None:
+        held_up: list[_Arrival] = []
+        for arrival in self._held_up + self._submits_waiting:
+            submit = arrival.submit
+            if arrival.expires_s <= now_s:
+                self._failures.append(RequestFailure(submit.request_id, FailureKind.QUEUE_TIMEOUT))
+                continue
             if submit.guide and not self._runner.is_guide_ready(submit.guide, submit.stopping.eos_token_ids):
-                held_up.append(submit)
+                held_up.append(arrival)
                 continue
             try:
                 outputs = self._scheduler.add_request(submit)
@@ -201,14 +247,40 @@ class EngineCore:
                 self._failures.append(RequestFailure(submit.request_id, FailureKind.INTERNAL, incident_id))
             else:
                 self._outputs += outputs  # of sequences whose resumed tokens were already all there is
+                if submit.queue_timeout_s is not None:
+                    self._deadlines.add(submit.request_id, arrival.expires_s)
         self._held_up = held_up
         self._submits_waiting.clear()
 
-    def _collect(self) -> StepOutputs | None:
+    def _fail_expired(self, now_s: float) -> None:
+        expired = self._deadlines.take_expired(now_s)
+        self._scheduler.abort(expired)
+        self._failures += [RequestFailure(request_id, FailureKind.QUEUE_TIMEOUT) for request_id in expired]
+
+    def _apply_pauses(self) -> None:
+        for request_id, is_paused in self._pauses_waiting.items():
+            if is_paused:
+                self._scheduler.pause((request_id,))
+            else:
+                self._scheduler.unpause((request_id,))
+        self._pauses_waiting.clear()
+
+    def _collect(self, shape: StepShape | None = None, begun_s: float = 0.0) -> StepOutputs | None:
+        """All there is to say; `shape` is that of the step that was made, if one was."""
         stats = self._scheduler.stats()
         if not self._outputs and not self._failures and stats == self._stats_sent:
             return None
-        message = StepOutputs(self._step_id, tuple(self._outputs), tuple(self._failures), stats)
+        self._queue_times.forget(failure.request_id for failure in self._failures)
+        outputs = tuple(self._queue_times.stamp(self._outputs))
+        message = StepOutputs(
+            self._step_id,
+            outputs,
+            tuple(self._failures),
+            stats,
+            step_s=0.0 if shape is None else self._clock() - begun_s,
+            num_seqs=0 if shape is None else shape.num_seqs,
+            num_batched_tokens=0 if shape is None else shape.num_batched_tokens,
+        )
         self._outputs.clear()
         self._failures.clear()
         self._stats_sent = stats

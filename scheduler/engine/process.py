@@ -152,7 +152,7 @@ def _load(channel: Channel, recorder: FlightRecorder, started_s: float) -> tuple
             num_kv_blocks=info.num_kv_blocks,
         )
     )
-    core = EngineCore(scheduler, runner, channel.receive, recorder)
+    core = EngineCore(scheduler, runner, channel.receive, recorder, time.monotonic)
     gc.freeze()
     ready = Ready(pid=os.getpid(), startup_s=time.monotonic() - begun_s, **dataclasses.asdict(info))
     return core, ready
@@ -188,7 +188,7 @@ def _run(core: EngineCore, channel: Channel, recorder: FlightRecorder) -> None:
             channel.send(outputs)
         if not core.has_work or channel.is_congested:
             recorder.enter(Phase.IDLE, recorder.step_id)
-            channel.wait()
+            channel.wait(core.idle_timeout_s())
         elif core.is_held_up:
             recorder.enter(Phase.IDLE, recorder.step_id)
             channel.wait(HELD_UP_POLL_S)

@@ -31,7 +31,7 @@ from scheduler.engine.engine_core import EngineCore
 from scheduler.flight_record import StepShape
 from scheduler.messages import Abort, FailureKind, Phase, StepOutputs, Submit
 from tests.core.failing_runner import FailingRunner
-from tests.fakes import make_submit, reference_output
+from tests.fakes import FakeClock, make_submit, reference_output
 
 VOCAB_SIZE = 1000
 POISON_IDS = (1001, 1002)
@@ -70,7 +70,7 @@ class World:
             SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_model_len, block_size, num_kv_blocks)
         )
         self.inbox: list[Message] = []
-        self.core = EngineCore(self.scheduler, self.runner, self._receive, NoRecorder())
+        self.core = EngineCore(self.scheduler, self.runner, self._receive, NoRecorder(), FakeClock())
         self.submits: dict[int, Submit] = {}
         self.tokens: dict[int, list[int]] = {}
         self.failures: dict[int, FailureKind] = {}

@@ -15,19 +15,22 @@ from scheduler.core.config import SchedulerConfig
 from scheduler.core.output import StepPlan, StepResult
 from scheduler.core.scheduler import Scheduler
 from scheduler.engine.engine_core import EngineCore
+from scheduler.engine.queue_times import QueueTimes
 from scheduler.flight_record import StepShape
 from scheduler.messages import (
     Abort,
     FailureKind,
     FinishReason,
     LoadProgress,
+    Pause,
     Phase,
     RequestFailure,
     Shutdown,
     StepOutputs,
+    Unpause,
 )
 from tests.core.failing_runner import FailingRunner
-from tests.fakes import make_submit, reference_output
+from tests.fakes import FakeClock, make_submit, reference_output
 
 NUM_KV_BLOCKS = 16
 BLOCK_SIZE = 4
@@ -75,7 +78,8 @@ class World:
                 num_kv_blocks=NUM_KV_BLOCKS,
             )
         )
-        self.core = EngineCore(self.scheduler, self.runner, self.receive, self.recorder)
+        self.clock = FakeClock()
+        self.core = EngineCore(self.scheduler, self.runner, self.receive, self.recorder, self.clock)
 
     def receive(self) -> list[Message]:
         messages = list(self.inbox)
@@ -129,6 +133,28 @@ def test_requests_get_their_tokens_one_message_a_step() -> None:
         assert (tuple(t for o in mine for t in o.new_token_ids), mine[-1].finish_reason) == expected
     assert [len(message.outputs) for message in said] == [2] * 5
     assert said[-1].stats.num_used_kv_blocks == 0
+
+
+def test_a_requests_first_output_tells_how_long_it_queued() -> None:
+    """Whoever begins a step later has waited longer; later outputs say nothing, and nothing is kept of anyone, nor
+    of one that was aborted in the queue.
+    """
+    world = World()
+    world.core._queue_times = QueueTimes(lambda: float(world.core._step_id))
+    world.inbox.extend(make_submit(i, range(i, i + 8), max_tokens=3) for i in range(1, 7))
+    said = [world.core.step()]
+    world.inbox.append(Abort((6,)))
+    said += world.run()
+    times: dict[int, list[float | None]] = {}
+    for output in (output for message in said if message is not None for output in message.outputs):
+        times.setdefault(output.request_id, []).append(output.queue_s)
+    assert sorted(times) == [1, 2, 3, 4, 5]
+    assert all(rest == [None, None] for _, *rest in times.values())
+    firsts = [told[0] or 0.0 for told in times.values()]
+    assert firsts[0] == 1
+    assert firsts == sorted(firsts)
+    assert firsts[-1] > firsts[0]
+    assert len(world.core._queue_times) == 0
 
 
 def test_an_abort_overtakes_queued_submits() -> None:
@@ -258,6 +284,109 @@ def test_a_request_that_is_here_already_fails_and_is_gone() -> None:
     assert [failure.kind for failure in message.failures] == [FailureKind.INTERNAL]
     assert world.scheduler.num_output_tokens(1) is None
     assert not world.core.has_work
+
+
+# ------------------------------------------------------------------------------------------- time-outs of the queue
+
+
+def test_what_expires_in_the_queue_reaches_no_step() -> None:
+    """A request that is still without a step when its time is over fails; one that has had a step does not."""
+    world = World()
+    blocker = make_submit(1, range(40), max_tokens=20)
+    late = replace(make_submit(2, range(40), max_tokens=2), queue_timeout_s=5.0)
+    started = replace(make_submit(3, [3], max_tokens=30, priority=1), queue_timeout_s=5.0)
+    world.inbox.extend([blocker, late, started])
+    for _ in range(3):
+        world.core.step()
+    world.clock.advance(4.9)
+    world.core.step()
+    world.clock.advance(0.1)
+    said = world.run()
+    assert [failure for message in said for failure in message.failures] == [
+        RequestFailure(2, FailureKind.QUEUE_TIMEOUT)
+    ]
+    assert all(2 not in request_ids for request_ids in world.recorder.request_ids)
+    assert {o.request_id for m in said for o in m.outputs if o.finish_reason is not None} == {1, 3}
+
+
+def test_no_time_to_wait_is_no_step() -> None:
+    """Where the clock has passed the deadline when the request is looked at first, it is not even put in line."""
+    world = World()
+    world.inbox.append(replace(make_submit(1, [1]), queue_timeout_s=0.0))
+    (message,) = world.run()
+    assert message.failures == (RequestFailure(1, FailureKind.QUEUE_TIMEOUT),)
+    assert world.runner.num_tokens_computed_total == 0
+
+
+def test_an_idle_engine_knows_when_to_look_again() -> None:
+    """While the only request that has never run is paused, the loop may sleep until its deadline, and no longer."""
+    world = World()
+    assert world.core.idle_timeout_s() is None
+    world.inbox.extend([replace(make_submit(1, [1]), queue_timeout_s=5.0), Pause((1,))])
+    world.core.step()
+    assert not world.core.has_work
+    world.clock.advance(2.0)
+    assert world.core.idle_timeout_s() == 3.0
+    world.clock.advance(3.5)
+    assert world.core.idle_timeout_s() == 0.0
+    message = world.core.step()
+    assert message is not None
+    assert message.failures == (RequestFailure(1, FailureKind.QUEUE_TIMEOUT),)
+    assert world.core.idle_timeout_s() is None
+
+
+# ------------------------------------------------------------------------------------------------------------ pauses
+
+
+def test_a_paused_request_gets_no_steps_and_is_no_work() -> None:
+    """From the step after on: it says nothing, the engine has nothing to do, and Unpause goes on with the very token
+    that was next."""
+    world = World()
+    submit = make_submit(1, range(5), max_tokens=9)
+    world.inbox.append(submit)
+    said = [world.core.step() for _ in range(3)]
+    world.inbox.append(Pause((1, 77)))
+    said.append(world.core.step())
+    assert not world.core.has_work
+    held = world.scheduler.stats().num_used_kv_blocks
+    assert held > 0
+    assert world.core.step() is None
+    world.inbox.append(Unpause((1, 77)))
+    said += world.run()
+    tokens = tuple(t for message in said if message is not None for o in message.outputs for t in o.new_token_ids)
+    assert tokens == reference_output(submit, vocab_size=50, max_model_len=NUM_KV_BLOCKS * BLOCK_SIZE)[0]
+    assert world.runner.num_tokens_computed_total == 5 + 8, "nothing was computed twice"
+
+
+def test_a_pause_during_a_step_loses_nothing_of_it() -> None:
+    """The token of the step in flight is told, and what comes after it follows after Unpause."""
+    world = World()
+    submit = make_submit(1, range(5), max_tokens=4)
+    world.inbox.append(submit)
+    world.runner.during_step = lambda: world.inbox.append(Pause((1,)))
+    first = world.core.step()
+    assert first is not None
+    assert len(first.outputs) == 1
+    world.runner.during_step = lambda: None
+    world.core.step()
+    assert not world.core.has_work
+    world.inbox.append(Unpause((1,)))
+    tokens = [t for message in [first, *world.run()] for o in message.outputs for t in o.new_token_ids]
+    assert tuple(tokens) == reference_output(submit, vocab_size=50, max_model_len=NUM_KV_BLOCKS * BLOCK_SIZE)[0]
+
+
+def test_a_step_tells_its_time_and_its_size() -> None:
+    """By the clock that is handed in, from the plan to the update; a message without a step tells nothing."""
+    world = World()
+    world.inbox.extend([make_submit(1, range(5), max_tokens=9), make_submit(2, [1], max_tokens=9)])
+    world.runner.during_step = lambda: world.clock.advance(0.25)
+    message = world.core.step()
+    assert message is not None
+    assert (message.step_s, message.num_seqs, message.num_batched_tokens) == (0.25, 2, 6)
+    world.inbox.append(Abort((1, 2)))
+    message = world.core.step()
+    assert message is not None
+    assert (message.step_s, message.num_seqs, message.num_batched_tokens) == (0.0, 0, 0)
 
 
 def test_shutdown_is_noticed_with_the_step_it_arrives_in() -> None:

@@ -211,7 +211,8 @@ def test_an_idle_engine_ends_when_it_is_told_to() -> None:
         bounds = SchedulerConfig(
             max_num_seqs=1, max_num_batched_tokens=1, max_model_len=4, block_size=4, num_kv_blocks=1
         )
-        core = EngineCore(Scheduler(bounds), FakeRunner(num_kv_blocks=1, block_size=4), channel.receive, recorder)
+        runner = FakeRunner(num_kv_blocks=1, block_size=4)
+        core = EngineCore(Scheduler(bounds), runner, channel.receive, recorder, time.monotonic)
         loop = threading.Thread(target=_run, args=(core, channel, recorder), daemon=True)
         loop.start()
         while reader.read().phase is not Phase.IDLE:
