@@ -40,6 +40,8 @@ from service.metrics.recorder import Metrics
 from service.telemetry import CallTrace, Tracing
 from service.totals import Totals
 
+DEADLINE_SLACK_S = 0.1
+"""For a request's way here."""
 _QUIET_ERRORS = (DrainingError, EngineDeadError, EngineStartingError, QueueFullError)
 """These come in crowds, and the crowd's cause has a record of its own: one line for each would be a flood."""
 _FAILURE_CODES = frozenset({"INTERNAL", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "UNKNOWN"})
@@ -112,10 +114,12 @@ class Accounts:
         *,
         is_chat: bool = False,
     ) -> Iterator[Account]:
-        """One call, from its first moment on, in the task that answers it. `label`: empty to have one made. `context`:
+        """One call, from its first moment on, in the task that answers it. `label`: one is made if it is empty. `context`:
         None for a caller in here.
         """
-        account = Account(label or uuid.uuid4().hex, self._clock())
+        # A label that is not allowed ends the call in a moment; it must not get into logs and traces before that.
+        is_allowed = 0 < len(label) <= LABEL_CHARS_MAX and label.isascii() and label.isprintable()
+        account = Account(label if is_allowed else uuid.uuid4().hex, self._clock())
         if is_chat:
             account.operation = "chat"
         totals = self._totals
@@ -125,8 +129,7 @@ class Accounts:
         try:
             yield account
         except (asyncio.CancelledError, GeneratorExit):
-            is_late = context is not None and context.time_remaining() == 0
-            outcome = _Outcome("DEADLINE_EXCEEDED" if is_late else "CANCELLED", error="Cancelled")
+            outcome = _Outcome("DEADLINE_EXCEEDED" if _is_late(context) else "CANCELLED", error="Cancelled")
             raise
         except CallError as error:
             code, reason = status.code_and_reason(error)
@@ -196,6 +199,14 @@ class Accounts:
             if part not in self._failed:
                 self._failed.add(part)
                 logs.get_logger().error("account not kept", part=part, **logs.describe(error))
+
+
+def _is_late(context: CallContext | None) -> bool:
+    """Whether a call that was cancelled is over because of its deadline. The caller, who begins to count earlier, may
+    have found out first and have cancelled.
+    """
+    left_s = None if context is None else context.time_remaining()
+    return left_s is not None and left_s <= DEADLINE_SLACK_S
 
 
 def _record(method: str, account: Account, outcome: _Outcome, ended_s: float) -> CallRecord:

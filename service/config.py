@@ -233,10 +233,10 @@ def is_loopback(host: str) -> bool:
 
 def _otlp_endpoint(text: str) -> str:
     url = urlsplit(_text(text))
+    if "@" in text:
+        raise ValueError("must be a URL without credentials: OTEL_EXPORTER_OTLP_HEADERS is for these")
     if url.scheme not in ("http", "https") or not url.hostname or url.path.strip("/"):
         raise ValueError(f"must be a URL such as http://127.0.0.1:4317 (https for TLS), without a path, not {text!r}")
-    if url.username is not None:
-        raise ValueError("must be a URL without credentials: OTEL_EXPORTER_OTLP_HEADERS is for these")
     return text
 
 
@@ -301,8 +301,8 @@ FLAGS = (
          "AdminService", "NAMES"),
     Flag("enable-channelz", _switch, False, "offer gRPC's channelz (connections, their peers and counts), to those who "
          "may call AdminService", is_switch=True),
-    Flag("metrics-port", _integer(0, 65535), None, "port for Prometheus, plain HTTP at /metrics on the same host; 0 "
-         "picks a free one (default: none)", "PORT"),
+    Flag("metrics-port", _integer(0, 65535), None, "port for Prometheus, on the same host: plain HTTP at /metrics, "
+         "open to all; 0 picks a free one (default: none)", "PORT"),
     Flag("otlp-endpoint", _otlp_endpoint, None, "collector that gets a trace of each call, by OTLP over gRPC, such as "
          "http://127.0.0.1:4317; OTEL_* variables refine it (default: no traces)", "URL"),
     Flag("dtype", _text, "auto", "precision; auto is float32 on a CPU, on a GPU the checkpoint's own 16-bit type or "

@@ -136,7 +136,8 @@ class Supervisor:
     @property
     def has_standby(self) -> bool:
         """Whether a spare has all loaded that it may."""
-        return self._spare is not None and self._spare.is_standing_by
+        spare = self._spare  # looked at once: a scrape asks from a thread of its own
+        return spare is not None and spare.is_standing_by
 
     @property
     def spare_pid(self) -> int:

@@ -196,7 +196,7 @@ class Collector(PrometheusCollector):
         yield histogram("engine_step_tokens", "Tokens that a step computed", lambda one: one.step_tokens)
 
     def _failures(self) -> Iterator[Metric]:
-        failures = [((metric,), count) for metric, count in list(self._metrics.failures.items())]
+        failures = [((metric,), count) for metric, count in self._metrics.failures.copy().items()]
         yield _counter("metric_failures", "Times that keeping or telling a metric has raised", ("metric",), failures)
 
 

@@ -35,7 +35,7 @@ class Counter:
 
     def values(self) -> list[tuple[tuple[str, ...], float]]:
         """As of now."""
-        return list(self._values.items())
+        return list(self._values.copy().items())
 
 
 class Histogram:

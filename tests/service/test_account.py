@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -65,13 +66,14 @@ async def test_a_refused_call_has_its_line(model: Path, log: CapturedLogs) -> No
     assert CANARY not in log.text
 
 
-async def test_a_label_that_is_not_allowed_makes_no_long_line(model: Path, log: CapturedLogs) -> None:
-    """It is refused, and its line holds the beginning of it alone."""
+@pytest.mark.parametrize("label", ["x" * 100_000, "\x1b[2J", "x\ny", "é"])
+async def test_a_label_that_is_not_allowed_is_not_logged(model: Path, log: CapturedLogs, label: str) -> None:
+    """The call is refused, and its line has a label that was made for it: no escape sequence reaches a terminal."""
     async with running(model) as run:
-        await error_of(run.generate(1, request_id="x" * 100_000))
+        await error_of(run.generate(1, request_id=label))
     (line,) = log.of("request finished")
     assert line["status"] == "INVALID_ARGUMENT"
-    assert len(line["request_id"]) <= 128
+    assert re.fullmatch("[0-9a-f]{32}", line["request_id"])
 
 
 async def test_a_deadline_is_told_from_a_cancel(model: Path, log: CapturedLogs) -> None:

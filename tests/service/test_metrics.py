@@ -213,6 +213,26 @@ async def test_names_follow_the_conventions(model: Path, log: CapturedLogs) -> N
             assert not family.name.endswith(("_ms", "_millis", "_mb", "_count", "_total"))
 
 
+@pytest.mark.parametrize(
+    "accept",
+    [
+        # Prometheus 3 and 2, a browser, and nothing in particular
+        "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,text/plain;version=0.0.4;q=0.3,*/*;q=0.2",
+        "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.3,*/*;q=0.2",
+        "text/html,application/xhtml+xml,*/*;q=0.8",
+        "*/*",
+    ],
+)
+async def test_whoever_asks_gets_a_form_that_it_can_read(model: Path, log: CapturedLogs, accept: str) -> None:
+    """Each form is read by the parser that its content type names."""
+    async with running(model, "--metrics-port", "0") as run:
+        _, fields, body = await ask(address_of(run), f"GET /metrics HTTP/1.1\r\nAccept: {accept}\r\n\r\n")
+        is_open = fields["Content-Type"].startswith("application/openmetrics-text")
+        assert is_open or fields["Content-Type"].startswith("text/plain")
+        families = list((openmetrics_families if is_open else text_string_to_metric_families)(body))
+        assert any(family.name == "emberline_serving" for family in families)
+
+
 async def test_deaths_restarts_and_replays_are_counted(model: Path, log: CapturedLogs) -> None:
     """A death is counted by its cause, its successor as a restart, each stream that went on as a replay; counters of
     the place outlive the engine.
