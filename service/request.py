@@ -41,7 +41,7 @@ class Limits:
     max_logprobs: int = 20
     max_prompt_logprob_entries: int = 200_000
     """A prompt token's own and its best ones', over the whole prompt: at most 20 bytes each, all in one message, and a
-    caller's library takes one of up to 4 MB unless it is told otherwise."""
+    caller's library takes one of up to 4 MB unless it is told otherwise. In memory, while they are written, some 50."""
     max_stop_strings: int = 16
     max_stop_string_bytes: int = 1024
     max_stop_token_ids: int = 64
