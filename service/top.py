@@ -145,7 +145,7 @@ def _panel(server: Server) -> Panel:
 
 def _summary(now: Sample, before: Sample | None) -> Table:
     load = now.load
-    table = Table.grid(padding=(0, 3))
+    table = Table.grid(padding=(0, 2))
     deaths = sum(engine.deaths for engine in now.server.engines)
     rate = tokens_per_s(
         None if before is None else (before.at_s, before.load.generated_tokens_total),
@@ -156,23 +156,23 @@ def _summary(now: Sample, before: Sample | None) -> Table:
         f"running [bold]{load.running}[/]",
         f"waiting [bold]{load.waiting}[/] ({load.waiting_tokens} tokens)",
         f"tokens/s [bold]{rate}[/]",
-        f"preemptions {load.preemptions_total}",
         f"deaths [{'bold red' if deaths else 'bold'}]{deaths}[/]",
     )
     used, total = load.kv_blocks_used, load.kv_blocks_total
     grid = Table.grid()
     grid.add_row(table)
-    grid.add_row(f"KV {bar(used, total)} {used}/{total} blocks")
+    grid.add_row(f"KV {bar(used, total)} {used}/{total} blocks  preemptions {load.preemptions_total}")
     return grid
 
 
-def _engines(now: Sample, before: Sample | None) -> Table:
-    table = Table(box=None, header_style="dim", padding=(0, 1))
+def _engines(now: Sample, before: Sample | None) -> RenderableType:
+    """A row for each engine, within 80 columns; deaths have lines of their own, for their ids are long."""
+    table = Table(box=None, header_style="dim", padding=(0, 1, 0, 0))
     for name in ("engine", "state", "pid", "on"):
-        table.add_column(name)
-    for name in ("streams", "running", "waiting", "KV", "tokens/s", "step", "deaths"):
-        table.add_column(name, justify="right")
-    table.add_column("last death")
+        table.add_column(name, no_wrap=True)
+    for name in ("open", "run", "wait", "KV", "tokens/s", "step", "deaths"):
+        table.add_column(name, justify="right", no_wrap=True)
+    deaths = []
     earlier = {} if before is None else {engine.index: engine for engine in before.server.engines}
     for engine in now.server.engines:
         state = info_pb2.EngineState.Name(engine.state).removeprefix("ENGINE_STATE_")
@@ -189,7 +189,7 @@ def _engines(now: Sample, before: Sample | None) -> Table:
             str(load.streams),
             str(load.running),
             str(load.waiting),
-            f"{load.kv_blocks_used}/{engine.num_kv_blocks}",
+            f"{load.kv_blocks_used / max(engine.num_kv_blocks, 1):.0%}",
             rate,
             f"{load.step.ToNanoseconds() / 1e6:.0f} ms",
         ]
@@ -197,12 +197,13 @@ def _engines(now: Sample, before: Sample | None) -> Table:
             str(engine.index),
             Text(state, style=_STATE_STYLES.get(state, "")),
             str(engine.pid) if engine.pid else _NOTHING,
-            Text(f"{engine.device} {engine.attention_backend}".strip() or _NOTHING),
+            Text(engine.device or _NOTHING),
             *(cells if serves else [_NOTHING] * len(cells)),
             Text(str(engine.deaths), style="red" if engine.deaths else ""),
-            Text(engine.last_death_id or _NOTHING),
         )
-    return table
+        if engine.last_death_id:
+            deaths.append(Text(f"engine {engine.index} last died as {engine.last_death_id}", style="red"))
+    return Group(table, *deaths)
 
 
 def tokens_per_s(before: tuple[float, int] | None, now: tuple[float, int]) -> str:
