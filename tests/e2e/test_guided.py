@@ -87,7 +87,7 @@ def test_the_model_info_tells_what_guides_may_be(client: ReflectionClient) -> No
 def test_json_fulfils_its_schema(client: ReflectionClient) -> None:
     """Random schemas at temperature 1, side by side: each output ends by itself, is JSON, and valid."""
     with ThreadPoolExecutor(6) as pool:
-        found = [schemas.random_schema(seed) for seed in range(12)]
+        found = [schemas.random_schema(seed) for seed in range(10)]
         answers = list(pool.map(lambda one: ask(client, {"json_schema": json.dumps(one[1])}, one[0]), enumerate(found)))
     for schema, answer in zip(found, answers, strict=True):
         jsonschema.validate(json.loads(text_of(answer)), schema)
@@ -142,10 +142,7 @@ def test_explosive_guides_harm_nobody(server: Server, client: ReflectionClient) 
     """Four at once, over the limit of time or memory: each is told so. Meanwhile a stream without a guide gets what it
     gets alone, and new guides are compiled. A repeat is refused from memory. No engine dies of any of it.
     """
-    nested: dict[str, Any] = {"type": "string"}
-    for _ in range(12):
-        nested = {"anyOf": [nested, nested]}
-    guides = [*(schemas.explosive(seed) for seed in range(3)), {"json_schema": json.dumps(nested)}]
+    guides = [*(schemas.explosive(seed) for seed in range(3)), {"regex": "a?" * 2500 + "a" * 2500}]
     plain = {"text": "Once", "sampling": {"temperature": 0}, "stopping": {"max_tokens": 64, "ignore_eos": True}}
     alone = client.generate(**plain).expect_ok().text
     with ThreadPoolExecutor(6) as pool:

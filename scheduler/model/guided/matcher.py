@@ -17,6 +17,7 @@ Whatever goes wrong in one matcher is that request's failure and never an except
 from __future__ import annotations
 
 import secrets
+import threading
 import time
 import zlib
 from collections import OrderedDict
@@ -36,6 +37,8 @@ GUIDE_BYTES_MAX = 16 * 1024 * 1024
 """Of a compiled guide once it is unpacked; the compiler's own limit is lower."""
 CACHE_BYTES_MAX = 32 * 1024 * 1024
 """Of compiled guides kept for the next request that brings the same one."""
+ERRORS_MAX = 64
+"""Guides whose reading failed, and that nobody has opened yet."""
 MASK_S_MAX = 1.0
 """CPU time that one token of one sequence may take; all others wait meanwhile."""
 
@@ -69,49 +72,70 @@ class Guides(Protocol):
 
 
 class CompiledGuides:
-    """`Guides` for one model. All methods belong to one thread; reading is done in another."""
+    """`Guides` for one model: a cache that a thread fills. Who asked for a guide may be gone when it has been read."""
 
     def __init__(self, model: str, revision: str | None, vocab_size: int) -> None:
         self._reader = GuideReader(model, revision, vocab_size)
         self._executor: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()
+        """Of what follows."""
         self._being_read: dict[_Key, Future[Any]] = {}
         self._compiled: OrderedDict[_Key, Any] = OrderedDict()
         self._cached_bytes = 0
+        self._errors: OrderedDict[_Key, Exception] = OrderedDict()
 
     def is_ready(self, guide: bytes, eos_token_ids: tuple[int, ...]) -> bool:
         """See `Guides`."""
         key = (guide, eos_token_ids)
-        if key in self._compiled:
-            self._compiled.move_to_end(key)
-            return True
-        return self._read(key).done()
+        with self._lock:
+            if key in self._compiled:
+                self._compiled.move_to_end(key)
+                return True
+            if key in self._errors:
+                return True
+            self._begin(key)
+            return False
 
     def open(self, guide: bytes, eos_token_ids: tuple[int, ...]) -> Guide:
         """See `Guides`. Waits where `is_ready` would be false."""
         import xgrammar  # noqa: PLC0415 - half a second that only those pay who use a guide
 
         key = (guide, eos_token_ids)
-        if key not in self._compiled:
-            reading = self._read(key)
-            try:
-                self._keep(key, reading.result())
-            finally:
-                del self._being_read[key]
-        return _XGrammarGuide(xgrammar.GrammarMatcher(self._compiled[key]))
+        with self._lock:
+            compiled = self._compiled.get(key)
+            error = self._errors.pop(key, None)
+            reading = self._begin(key) if compiled is None and error is None else None
+        if error is not None:
+            raise error
+        return _XGrammarGuide(xgrammar.GrammarMatcher(compiled if reading is None else reading.result()))
 
-    def _read(self, key: _Key) -> Future[Any]:
+    def _begin(self, key: _Key) -> Future[Any]:
+        """Under the lock."""
         if key not in self._being_read:
             if self._executor is None:
                 self._executor = ThreadPoolExecutor(1, thread_name_prefix="guides")
-            self._being_read[key] = self._executor.submit(self._reader.read, *key)
+            self._being_read[key] = self._executor.submit(self._read, key)
         return self._being_read[key]
 
-    def _keep(self, key: _Key, compiled: Any) -> None:
-        self._compiled[key] = compiled
-        self._cached_bytes += compiled.memory_size_bytes
-        while self._cached_bytes > CACHE_BYTES_MAX and len(self._compiled) > 1:
-            _, oldest = self._compiled.popitem(last=False)
-            self._cached_bytes -= oldest.memory_size_bytes
+    def _read(self, key: _Key) -> Any:
+        """In the thread."""
+        try:
+            compiled = self._reader.read(*key)
+        except Exception as error:
+            with self._lock:
+                del self._being_read[key]
+                self._errors[key] = error
+                if len(self._errors) > ERRORS_MAX:
+                    self._errors.popitem(last=False)
+            raise
+        with self._lock:
+            del self._being_read[key]
+            self._compiled[key] = compiled
+            self._cached_bytes += compiled.memory_size_bytes
+            while self._cached_bytes > CACHE_BYTES_MAX and len(self._compiled) > 1:
+                _, oldest = self._compiled.popitem(last=False)
+                self._cached_bytes -= oldest.memory_size_bytes
+        return compiled
 
 
 _Key = tuple[bytes, tuple[int, ...]]

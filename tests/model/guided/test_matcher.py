@@ -156,3 +156,17 @@ def test_guides_kept_are_bounded_by_bytes(guides: CompiledGuides, monkeypatch: p
     assert guides.is_ready(second, (EOS,))
     assert not guides.is_ready(first, (EOS,))
     assert allowed(sequence_of(guides, first), []) == {b"a"}
+
+
+def test_guides_that_nobody_opens_are_not_kept_for_ever(
+    guides: CompiledGuides, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those who asked for them left while they were read: the bounds hold for them, too."""
+    monkeypatch.setattr(matcher, "CACHE_BYTES_MAX", 1)
+    monkeypatch.setattr(matcher, "ERRORS_MAX", 2)
+    some = [*(compiled(GuideKind.REGEX, f"a{{{number}}}") for number in range(1, 6)), b"x", b"y", b"z"]
+    for guide in some:
+        guides.is_ready(guide, (EOS,))
+    until(lambda: not guides._being_read)
+    assert len(guides._compiled) == 1
+    assert len(guides._errors) == 2
