@@ -102,12 +102,14 @@ class CompiledGuides:
 
         key = (guide, eos_token_ids)
         with self._lock:
-            compiled = self._compiled.get(key)
+            compiled: Any = self._compiled.get(key)
             error = self._errors.pop(key, None)
             reading = self._begin(key) if compiled is None and error is None else None
         if error is not None:
             raise error
-        return _XGrammarGuide(xgrammar.GrammarMatcher(compiled if reading is None else reading.result()))
+        if reading is not None:
+            compiled = reading.result()
+        return _XGrammarGuide(xgrammar.GrammarMatcher(compiled))
 
     def _begin(self, key: _Key) -> Future[Any]:
         """Under the lock."""
