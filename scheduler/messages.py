@@ -64,8 +64,8 @@ class Phase(IntEnum):
 class SamplingParams:
     """How the next token is chosen. Every value is effective: defaults were settled by the front end.
 
-    The order of operations on a row of logits is: the guide, `allowed_token_ids`, `logit_bias`, the mask of `min_tokens`,
-    repetition, then frequency and presence penalty, temperature, `top_k`, `top_p`, `min_p`.
+    The order of operations on a row of logits is: the guide, `allowed_token_ids`, `logit_bias`, the mask of
+    `min_tokens`, repetition, then frequency and presence penalty, temperature, `top_k`, `top_p`, `min_p`.
     """
 
     temperature: float = 1.0
@@ -94,8 +94,8 @@ class SamplingParams:
     Log-probabilities are those of the model: log-softmax of the raw logits, before any option above.
     """
     num_prompt_logprobs: int | None = None
-    """The same for every position of the prompt but its first, which nothing comes before; of sequence 0 alone. It reads
-    nothing from the prefix cache that it has no logprobs of: a position that is not computed has no logits."""
+    """The same for every position of the prompt but its first, which nothing comes before; of sequence 0 alone, which
+    takes nothing from the prefix cache that it has no logprobs of: a position that is not computed has no logits."""
 
 
 @dataclass(frozen=True, slots=True)

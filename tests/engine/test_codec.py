@@ -22,6 +22,7 @@ from scheduler.messages import (
     LoadProgress,
     Pause,
     Phase,
+    PromptLogprobs,
     Ready,
     RequestFailure,
     SamplingParams,
@@ -64,6 +65,7 @@ MESSAGES: list[Message] = [
         outputs=(
             SequenceOutput(7, 0, (11,), (TokenLogprobs(-0.5, 1, (11, 12), (-0.5, -2.0)),), None, 16),
             SequenceOutput(8, 0, (2,), None, FinishReason.EOS),
+            SequenceOutput(9, 0, (), prompt_logprobs=PromptLogprobs(1, b"\x00\xff", b"\x01", b"", bytes(range(256)))),
         ),
         failures=(RequestFailure(9, FailureKind.NON_FINITE), RequestFailure(10, FailureKind.INTERNAL, "i-1")),
         stats=EngineStats(num_running=2, num_kv_blocks=100),
