@@ -10,8 +10,8 @@ gRPC speaks TLS 1.2 and 1.3; that is its own default, and a test holds it to it.
 without a certificate of theirs does not get through the handshake.
 
 A key is compared with its certificate by OpenSSL, which alone of what is at hand can: it reads the files itself, so
-`reloading.py` sees to it that they are the same ones that were read here. The dates are read from the certificate's DER
-form: RFC 5280, section 4.1.
+`reloading.py` sees to it that they are the same ones that were read here. The dates and the kind of key are read from
+the certificate's DER form: RFC 5280, section 4.1.
 """
 
 from __future__ import annotations
@@ -39,6 +39,10 @@ REMIND_INTERVAL_S = 86400.0
 
 _CERTIFICATE = re.compile(rb"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
 _VERSION, _UTC_TIME, _GENERALIZED_TIME = 0xA0, 0x17, 0x18
+_RSA = bytes.fromhex("2a864886f70d010101")
+_ECDSA = bytes.fromhex("2a8648ce3d0201")
+_CURVES = (bytes.fromhex("2a8648ce3d030107"), bytes.fromhex("2b81040022"))
+"""P-256 and P-384. Of other keys gRPC's TLS library signs with some and verifies none: a server would serve nobody."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +83,17 @@ class Certificates:
 def load(files: TlsFiles) -> Certificates:
     """Raises ConfigurationError, naming the flag whose file is no good. No part of a file is in its text."""
     chain, key = _read("--tls-cert", files.cert), _read("--tls-key", files.key)
-    validities = [_validity("--tls-cert", pem) for pem in _certificates("--tls-cert", chain)]
+    read = [_facts("--tls-cert", pem) for pem in _certificates("--tls-cert", chain)]
+    if not read[0].has_usable_key:
+        raise ConfigurationError("--tls-cert: the key must be RSA, or ECDSA on P-256 or P-384; gRPC can use no other")
     _check_pair(files)
     client_ca = None
     if files.client_ca is not None:
         client_ca = _read("--tls-client-ca", files.client_ca)
         for pem in _certificates("--tls-client-ca", client_ca):
-            _validity("--tls-client-ca", pem)
-    not_before_s, not_after_s = min(validities, key=lambda validity: validity[1])
-    return Certificates(chain, key, client_ca, not_before_s, not_after_s)
+            _facts("--tls-client-ca", pem)
+    first = min(read, key=lambda facts: facts.not_after_s)
+    return Certificates(chain, key, client_ca, first.not_before_s, first.not_after_s)
 
 
 class Tls:
@@ -181,27 +187,40 @@ def _check_pair(files: TlsFiles) -> None:
         raise ConfigurationError(f"--tls-cert and --tls-key: {error.strerror}") from None
 
 
-# The dates
+# What is in a certificate
 
 
-def _validity(flag: str, pem: bytes) -> tuple[float, float]:
-    """notBefore and notAfter, in seconds since the epoch."""
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    not_before_s: float
+    not_after_s: float
+    has_usable_key: bool
+
+
+def _facts(flag: str, pem: bytes) -> _Facts:
+    """Raises ConfigurationError if it is no certificate."""
     try:
-        der = ssl.PEM_cert_to_DER_cert(pem.decode("ascii"))
-        _, certificate, _ = _element(der)
+        _, certificate, _ = _element(ssl.PEM_cert_to_DER_cert(pem.decode("ascii")))
         _, to_be_signed, _ = _element(certificate)
         tag, _, rest = _element(to_be_signed)
         if tag == _VERSION:
             _, _, rest = _element(rest)  # the serial number
         _, _, rest = _element(rest)  # the signature's algorithm
         _, _, rest = _element(rest)  # the issuer
-        _, validity, _ = _element(rest)
-        tag, not_before, rest = _element(validity)
-        begin_s = _time(tag, not_before)
-        tag, not_after, _ = _element(rest)
-        return begin_s, _time(tag, not_after)
+        _, validity, rest = _element(rest)
+        _, _, rest = _element(rest)  # the subject
+        _, public_key, _ = _element(rest)
+        begin_tag, begin, end = _element(validity)
+        end_tag, end, _ = _element(end)
+        return _Facts(_time(begin_tag, begin), _time(end_tag, end), _is_usable(public_key))
     except (ValueError, IndexError):
         raise ConfigurationError(f"{flag}: a certificate in that file cannot be read") from None
+
+
+def _is_usable(public_key: bytes) -> bool:
+    _, algorithm, _ = _element(public_key)
+    _, name, parameters = _element(algorithm)
+    return name == _RSA or (name == _ECDSA and _element(parameters)[1] in _CURVES)
 
 
 def _element(data: bytes) -> tuple[int, bytes, bytes]:

@@ -64,6 +64,32 @@ def test_files_that_are_no_good_are_refused_by_flag(tmp_path: Path, what: str) -
     assert "\n" not in str(caught.value)
 
 
+def self_signed(*kind: str) -> Pair:
+    """A certificate with a key of this kind, made by the openssl command."""
+    command = ["openssl", "req", "-x509", "-nodes", "-days", "30", "-subj", "/CN=localhost", "-keyout", "-", "-newkey"]
+    command += [*kind, "-addext", "subjectAltName=IP:127.0.0.1"]
+    pem = subprocess.run(command, capture_output=True, check=True).stdout
+    begin = pem.index(b"-----BEGIN CERTIFICATE")
+    end = pem.index(b"-----END CERTIFICATE-----") + len(b"-----END CERTIFICATE-----\n")
+    return Pair(pem[begin:end], pem[:begin] + pem[end:])
+
+
+@pytest.mark.parametrize("kind", ["ed25519", "P-521", "secp256k1"])
+def test_a_key_that_no_handshake_would_work_with_is_refused(tmp_path: Path, kind: str) -> None:
+    """OpenSSL takes these, gRPC's own library does not: the server would serve, and nobody could call."""
+    pair = self_signed(*([kind] if kind == "ed25519" else ["ec", "-pkeyopt", f"ec_paramgen_curve:{kind}"]))
+    with pytest.raises(ConfigurationError, match="--tls-cert: the key must be RSA, or ECDSA on P-256 or P-384"):
+        load(files(tmp_path, pair))
+
+
+@pytest.mark.parametrize("kind", [("rsa:2048",), ("ec", "-pkeyopt", "ec_paramgen_curve:P-384")])
+async def test_other_usual_keys_work(tmp_path: Path, kind: tuple[str, ...]) -> None:
+    """Whatever is not refused gets through a handshake."""
+    pair = self_signed(*kind)
+    async with port(files(tmp_path, pair)) as open_port:
+        assert await open_port.answers(pair.chain)
+
+
 def test_an_encrypted_key_is_refused_without_asking_for_its_password(tmp_path: Path) -> None:
     """gRPC could not use it, and OpenSSL would ask the terminal."""
     with pytest.raises(ConfigurationError, match="--tls-key: the key is encrypted"):
