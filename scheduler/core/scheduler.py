@@ -19,9 +19,9 @@ recomputes later. The first in precedence is thus never a victim while anyone el
 have been refused (`RequestNeverFitsError`, or CONTEXT_LIMIT at the pool's size). It gets a token in every step: the
 budget is at least the number of seats and it sits on one. When it ends, the next is first.
 
-**Why there is little thrash.** Nobody is let in beside others unless the pool could then feed the growth of all for
-`_HEADROOM_STEPS` more steps (at most an eighth of the pool is kept for that). A victim needs again all that it gave up,
-part of which went to another, so it cannot come back before somebody ends; until then the line is not even looked at.
+**Why there is little thrash.** Nobody is let in beside others unless the pool could then feed the growth of all for some
+more steps (see `room.py`). A victim needs again all that it gave up, part of which went to another, so it cannot come
+back before somebody ends; until then the line is not even looked at.
 
 **Sequences of one request** stand in line, sit and are preempted each for itself; what they share is in
 `kv_cache_manager.py`. One whose sibling is still computing the prompt for it has a seat and waits: it comes behind that
@@ -62,6 +62,7 @@ from scheduler.core.kv_cache_manager import KVCacheManager, Start
 from scheduler.core.output import StepPlan, StepResult
 from scheduler.core.plan_draft import Chunk, PlanDraft
 from scheduler.core.request import Request, Sequence, SequenceStatus, make_request
+from scheduler.core.room import Room
 from scheduler.core.roster import Roster
 from scheduler.core.stopping import finish_reason_after
 from scheduler.messages import (
@@ -73,11 +74,6 @@ from scheduler.messages import (
     Submit,
     TokenLogprobs,
 )
-
-_HEADROOM_STEPS = 32
-"""Steps of everyone's growth that must be free when one more sequence is let in."""
-_HEADROOM_POOL_SHARE = 8
-"""The headroom is at most the pool divided by this."""
 
 _NOBODY: tuple[int, ...] = ()
 _RUNNING = SequenceStatus.RUNNING
@@ -107,6 +103,7 @@ class Scheduler:
             enable_prefix_caching=config.enable_prefix_caching,
         )
         self._roster = Roster(self._kv)
+        self._room = Room(config, self._kv, self._roster)
         self._seats = self._roster.seats
         self._waiting = self._roster.waiting
 
@@ -358,6 +355,7 @@ class Scheduler:
                 front = None  # it gets the next step, and nobody behind it is let in before
             num_tokens_left = self.max_num_batched_tokens - self._seats.num_decodes - draft.num_chunk_tokens
             if num_tokens_left == 0 and draft.chunks:
+                self._seat_siblings(draft)
                 return
             if behind and (front is None or behind[0].order < front.order):
                 sequence = behind.popleft()
@@ -374,6 +372,16 @@ class Scheduler:
             # Otherwise the decodes had taken the whole budget, one of them has just been preempted, and the next
             # round finds its token.
 
+    def _seat_siblings(self, draft: PlanDraft) -> None:
+        """Let those in, while there is room, whose prompt a sibling is computing: they need nothing of the budget, and
+        hold the prompt's blocks should that one end before them.
+        """
+        while (front := self._front()) is not None and not front.is_alone:
+            start = self._kv.find_start(front) if len(front.request.sequences) > 1 else Start([])
+            if start.provider is None or not self._room.is_enough(front, start, self.max_num_seqs):
+                return
+            self._admit(front, start, draft)
+
     def _add_chunk(self, sequence: Sequence, num_tokens_max: int, draft: PlanDraft) -> None:
         """Let a running sequence compute; the runner learns where, if it has not yet."""
         if not sequence.is_placed:
@@ -386,48 +394,21 @@ class Scheduler:
         draft.add_chunk(sequence, num_tokens_max)
 
     def _make_room(self, sequence: Sequence, draft: PlanDraft) -> Start | None:
-        """See to a seat and blocks for a waiting sequence, if need be at the cost of parked ones, and of running ones
-        that come behind it and are of lower priority.
+        """See to a seat and blocks for a waiting sequence, if need be at the cost of others.
 
         Returns what it can begin with, or None if there is no room; nobody loses blocks in vain.
         """
         start = self._kv.find_start(sequence)
-        if self._has_room(sequence, start):
+        if self._room.is_enough(sequence, start, self.max_num_seqs):
             return start
-        outranked = self._outranked_by(sequence)
-        parked = [one for one in self._roster.parked if one is not sequence]
-        num_running = len(self._seats) - len(outranked) + 1
-        num_blocks_needed = self._kv.num_free_blocks_needed(sequence, start.prefix) + self._headroom(num_running)
-        num_blocks = self._kv.num_free_blocks + self._kv.num_freed_by((*outranked, *parked), start.prefix)
-        if num_running > self.max_num_seqs or num_blocks_needed > num_blocks:
+        victims = self._room.victims(sequence, start, self.max_num_seqs)
+        if victims is None:
             return None
-        for _ in range(len(parked) + len(outranked)):
-            is_seat_free = len(self._seats) < self.max_num_seqs
-            self._preempt(parked.pop() if is_seat_free and parked else self._seats.sequences[-1], draft)
-            if self._has_room(sequence, start):
+        for victim in victims:
+            self._preempt(victim, draft)
+            if self._room.is_enough(sequence, start, self.max_num_seqs):
                 return start
         raise AssertionError("there was to be room")
-
-    def _outranked_by(self, sequence: Sequence) -> list[Sequence]:
-        """The running sequences that have to give way to this one, the last first."""
-        outranked: list[Sequence] = []
-        for running in reversed(self._seats.sequences):
-            if running.order < sequence.order or running.request.priority >= sequence.request.priority:
-                break
-            outranked.append(running)
-        return outranked
-
-    def _has_room(self, sequence: Sequence, start: Start) -> bool:
-        num_running = len(self._seats) + 1
-        headroom = self._headroom(num_running)
-        return num_running <= self.max_num_seqs and self._kv.can_allocate(sequence, start.prefix, headroom)
-
-    def _headroom(self, num_running: int) -> int:
-        """Blocks to be left free when the number of running sequences rises to `num_running`."""
-        if num_running == 1:
-            return 0
-        num_growth_blocks = -(-num_running * _HEADROOM_STEPS // self._config.block_size)
-        return min(num_growth_blocks, self._config.num_kv_blocks // _HEADROOM_POOL_SHARE)
 
     def _admit(self, sequence: Sequence, start: Start, draft: PlanDraft) -> None:
         block_ids = self._roster.admit(sequence, start)

@@ -7,6 +7,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scheduler.core.request import AGEING_STEPS
 from tests.core.driver import Driver, make_config, scheduled
 from tests.fakes import make_submit
 
@@ -61,6 +62,43 @@ def test_higher_priority_takes_blocks() -> None:
     assert {1, 2, 4} <= set(scheduled(driver))
     driver.run()
     driver.check_answers()
+
+
+def test_the_lowest_priority_does_not_starve() -> None:
+    """Beside a stream of requests one point above that never lets a seat go empty, it gets its turn once it has waited
+    AGEING_STEPS steps for it, and is then not thrown out for any of them again."""
+    driver = Driver(make_config(max_num_seqs=2, max_num_batched_tokens=2))
+    first_steps: dict[int, int] = {}
+
+    def submit_higher() -> None:
+        num_here = sum(not answer.is_over for answer in driver.answers.values())
+        for request_id in range(len(driver.answers) + 1, len(driver.answers) + 6 - num_here):
+            driver.submit(make_submit(request_id, [request_id % 40], max_tokens=3, priority=1))
+
+    submit_higher()
+    driver.step()
+    low = driver.submit(make_submit(100_000, [1], max_tokens=20))
+    while not low.is_over:
+        submit_higher()
+        driver.step()
+        for request_id in driver.scheduler.step_request_ids:
+            first_steps.setdefault(request_id, len(driver.plans))
+    waited = first_steps[100_000] - 1
+    assert AGEING_STEPS < waited <= AGEING_STEPS + 2 * 3
+    assert len(driver.plans) - first_steps[100_000] == 20 - 1, "it had a token of each step once it ran"
+    assert driver.scheduler.stats().num_preemptions_total == 0
+
+
+def test_who_waited_long_enough_is_not_outranked() -> None:
+    """One that runs gives way to a higher one for as long as it has not waited off the difference."""
+    for num_steps, expected in ((AGEING_STEPS - 2, 2), (AGEING_STEPS + 1, 1)):
+        driver = Driver(make_config(max_num_seqs=1, max_model_len=2000, num_kv_blocks=600))
+        driver.submit(make_submit(1, [1], max_tokens=1000))
+        for _ in range(num_steps):
+            driver.step()
+        driver.submit(make_submit(2, [2], max_tokens=5, priority=1))
+        driver.step()
+        assert set(scheduled(driver)) == {expected}
 
 
 def test_nobody_is_preempted_in_vain() -> None:
