@@ -114,8 +114,8 @@ class Accounts:
         *,
         is_chat: bool = False,
     ) -> Iterator[Account]:
-        """One call, from its first moment on, in the task that answers it. `label`: one is made if it is empty. `context`:
-        None for a caller in here.
+        """One call, from its first moment on, in the task that answers it. `label`: one is made if it is empty.
+        `context`: None for a caller in here.
         """
         # A label that is not allowed ends the call in a moment; it must not get into logs and traces before that.
         is_allowed = 0 < len(label) <= LABEL_CHARS_MAX and label.isascii() and label.isprintable()

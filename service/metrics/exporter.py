@@ -3,7 +3,7 @@
 What lives here: the little HTTP there is, and its bounds. What must not: the metrics themselves. The server's own loop
 never waits for a scraper, and a scraper never for that loop: it is answered even if the loop hangs, which is when
 somebody wants to look. A connection is one request, has CONNECTION_TIMEOUT_S from its first byte to its last, and there
-are CONNECTIONS_MAX at a time; whoever comes beyond that is told 503.
+are CONNECTIONS_MAX at a time. Whoever comes beyond that is told 503, REFUSALS_MAX at a time; the rest is closed.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from scheduler.errors import StartupError
 
 PATH = "/metrics"
 CONNECTIONS_MAX = 16
+REFUSALS_MAX = 16
 CONNECTION_TIMEOUT_S = 5.0
 HEADER_BYTES_MAX = 16 * 1024
 BACKLOG = 64
@@ -92,15 +93,22 @@ class MetricsExporter:
         self._num_connections += 1
         try:
             async with asyncio.timeout(CONNECTION_TIMEOUT_S):
+                if self._num_connections > CONNECTIONS_MAX + REFUSALS_MAX:
+                    return
+                # Read in any case: an answer to a request that is not read is lost in the connection's reset.
+                header = await reader.readuntil(b"\r\n\r\n")
                 if self._num_connections > CONNECTIONS_MAX:
-                    writer.write(_response(HTTPStatus.SERVICE_UNAVAILABLE, b"too many scrapers at once\n"))
+                    answer = _response(HTTPStatus.SERVICE_UNAVAILABLE, b"too many scrapers at once\n")
                 else:
-                    writer.write(self._response_to(await reader.readuntil(b"\r\n\r\n")))
+                    answer = self._response_to(header)
+                writer.write(answer)
                 await writer.drain()
                 writer.close()
                 await writer.wait_closed()
         except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             pass
+        except asyncio.CancelledError:
+            pass  # the loop ends, and nobody waits for this task: asyncio would only complain that it was cancelled
         except Exception as error:  # noqa: BLE001 - our own bug, told, and no reason to answer nobody any more
             logs.get_logger().error("internal error", **logs.describe(error))
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 import signal
@@ -310,10 +311,10 @@ async def test_only_what_there_is_is_answered(model: Path, log: CapturedLogs) ->
 
 
 async def test_scrapers_that_hang_harm_nobody(model: Path, log: CapturedLogs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that say nothing use up the connections until their time is over: meanwhile others are told 503, and calls
-    are served; then a scrape is answered again.
+    """While those that say nothing use up the connections, others are told 503 and calls are served; once they are gone
+    a scrape is answered again.
     """
-    monkeypatch.setattr(exporter, "CONNECTION_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(exporter, "CONNECTION_TIMEOUT_S", 10.0 * HANG_S)
     async with running(model, "--metrics-port", "0") as run:
         host, _, port = address_of(run).rpartition(":")
         hanging = [await asyncio.open_connection(host, int(port)) for _ in range(CONNECTIONS_MAX)]
@@ -322,10 +323,29 @@ async def test_scrapers_that_hang_harm_nobody(model: Path, log: CapturedLogs, mo
         await until(lambda: server._num_connections == CONNECTIONS_MAX)
         assert "503" in (await ask(address_of(run), "GET /metrics HTTP/1.1\r\n\r\n"))[0]
         assert (await rest_of(run.generate(1, 2, max_tokens=5)))[-1].usage.completion == 5
-        await until(lambda: server._num_connections == 0)
-        await scrape(address_of(run))
         for _, writer in hanging:
             writer.close()
+        await until(lambda: server._num_connections == 0)
+        await scrape(address_of(run))
+
+
+async def test_a_scraper_that_hangs_is_sent_away(
+    model: Path, log: CapturedLogs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After its time, whether it says nothing or one byte now and then."""
+    monkeypatch.setattr(exporter, "CONNECTION_TIMEOUT_S", 0.3)
+    async with running(model, "--metrics-port", "0") as run:
+        host, _, port = address_of(run).rpartition(":")
+        silent, _ = await asyncio.open_connection(host, int(port))
+        _, slow = await asyncio.open_connection(host, int(port))
+        async with asyncio.timeout(HANG_S):
+            with contextlib.suppress(ConnectionResetError):
+                assert await silent.read() == b""
+            with pytest.raises(ConnectionError):
+                while True:
+                    slow.write(b"G")
+                    await slow.drain()
+                    await asyncio.sleep(0.05)
 
 
 async def test_a_scrape_is_answered_while_the_loop_hangs(model: Path, log: CapturedLogs) -> None:
@@ -363,3 +383,21 @@ def test_the_address_is_bound_at_once() -> None:
             MetricsExporter("::1", port, Metrics()).start()  # type: ignore[arg-type]
     finally:
         first.close()
+
+
+async def test_beyond_every_bound_connections_are_closed(model: Path, log: CapturedLogs) -> None:
+    """A flood of them takes no more than its bound; the server closes the rest at once, and ends in its time."""
+    async with running(model, "--metrics-port", "0") as run:
+        host, _, port = address_of(run).rpartition(":")
+        limit = CONNECTIONS_MAX + exporter.REFUSALS_MAX
+        hanging = [await asyncio.open_connection(host, int(port)) for _ in range(limit)]
+        server = run.server._observation._exporter
+        assert server is not None
+        await until(lambda: server._num_connections == limit)
+        reader, writer = await asyncio.open_connection(host, int(port))
+        async with asyncio.timeout(exporter.CONNECTION_TIMEOUT_S):
+            with contextlib.suppress(ConnectionResetError):
+                assert await reader.read() == b""
+        for _, one in [*hanging, (reader, writer)]:
+            one.close()
+    assert not log.of("library message")
