@@ -19,6 +19,8 @@ import torch
 
 from scheduler.model.families import unsupported
 
+_INSEPARABLE = "its vocabulary projection cannot be told from the rest of it"
+
 
 class Projection:
     """The stretch from the decoder's output to the logits."""
@@ -28,7 +30,7 @@ class Projection:
         self._model = model
         self._decoder = model.get_decoder()
         if self._decoder is None or self._decoder is model:
-            raise unsupported(model.config, "its vocabulary projection cannot be told from the rest of it")
+            raise unsupported(model.config, _INSEPARABLE)
         self._output: Any = None
 
     @contextmanager
@@ -36,6 +38,8 @@ class Projection:
         """The hidden states of the forward pass within are kept for `project`, until `drop`."""
 
         def keep(_module: torch.nn.Module, _inputs: object, output: Any) -> None:
+            if getattr(output, "last_hidden_state", None) is None:
+                raise unsupported(self._model.config, _INSEPARABLE)
             self._output = output
 
         handle = self._decoder.register_forward_hook(keep)

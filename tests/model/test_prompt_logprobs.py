@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, CohereConfig, GraniteConfig, OPTConfig, PreTrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    GraniteConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    PreTrainedConfig,
+)
 
 from scheduler.core.output import StepPlan
 from scheduler.core.packed_logprobs import PackedLogprobs
@@ -246,6 +253,22 @@ def test_the_way_of_scored_prompts_is_checked_at_start(model_dir: ModelDir, monk
     """A family whose logits do not come out the same way twice is refused by name before it serves."""
     project = Projection.project
     monkeypatch.setattr(Projection, "project", lambda self, rows: project(self, rows) * 1.1)
+    with pytest.raises(ModelUnsupportedError, match="llama"):
+        load(model_dir("llama"))
+
+
+@pytest.mark.parametrize("decoder", ["itself", "none", "of another kind"])
+def test_a_model_that_is_not_made_of_two_parts_is_refused(
+    model_dir: ModelDir, monkeypatch: pytest.MonkeyPatch, decoder: str
+) -> None:
+    """By name at the start, whichever way it differs; nothing is left to fail in a step."""
+    find = LlamaForCausalLM.get_decoder
+    others: dict[str, Callable[[LlamaForCausalLM], Any]] = {
+        "itself": lambda model: model,
+        "none": lambda _: None,
+        "of another kind": lambda model: find(model).layers[0],
+    }
+    monkeypatch.setattr(LlamaForCausalLM, "get_decoder", others[decoder])
     with pytest.raises(ModelUnsupportedError, match="llama"):
         load(model_dir("llama"))
 
