@@ -336,16 +336,22 @@ async def test_a_scraper_that_hangs_is_sent_away(
     monkeypatch.setattr(exporter, "CONNECTION_TIMEOUT_S", 0.3)
     async with running(model, "--metrics-port", "0") as run:
         host, _, port = address_of(run).rpartition(":")
-        silent, _ = await asyncio.open_connection(host, int(port))
+        silent, idle = await asyncio.open_connection(host, int(port))
         _, slow = await asyncio.open_connection(host, int(port))
+
+        async def trickle() -> None:
+            while True:
+                slow.write(b"G")
+                await slow.drain()
+                await asyncio.sleep(0.05)
+
         async with asyncio.timeout(HANG_S):
             with contextlib.suppress(ConnectionResetError):
                 assert await silent.read() == b""
             with pytest.raises(ConnectionError):
-                while True:
-                    slow.write(b"G")
-                    await slow.drain()
-                    await asyncio.sleep(0.05)
+                await trickle()
+        for writer in (idle, slow):
+            writer.close()
 
 
 async def test_a_scrape_is_answered_while_the_loop_hangs(model: Path, log: CapturedLogs) -> None:
