@@ -221,6 +221,21 @@ async def test_new_files_count_from_the_next_connection_on(tmp_path: Path, log: 
     assert KEY_MARK not in log.text
 
 
+def test_each_port_is_told_of_a_change_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC asks at each connection; where nothing is new it is told so, and parses nothing. Each port has its own view."""
+    fetchers = []
+    monkeypatch.setattr("grpc.dynamic_ssl_server_credentials", lambda _, fetch, **__: fetchers.append(fetch))
+    tls = Tls(files(tmp_path))
+    tls.credentials()
+    tls.credentials()
+    assert [fetch() for fetch in fetchers] == [None, None]
+    write(tmp_path, NEW.server())
+    tls.poll()
+    for fetch in fetchers:
+        assert fetch() is not None
+        assert fetch() is None
+
+
 async def test_a_second_port_has_the_latest_certificates(tmp_path: Path) -> None:
     """Credentials made after a change begin with it: a port that is opened anew needs no other."""
     tls = Tls(files(tmp_path))
