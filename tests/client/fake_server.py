@@ -80,7 +80,13 @@ class Attempt:
 class FakeServer(inference_pb2_grpc.InferenceServiceServicer, info_pb2_grpc.InfoServiceServicer):
     """Enter it to start it. Each call takes the next of `attempts`; when they are used up, calls end well."""
 
-    def __init__(self, *attempts: Attempt, serving: bool = True, port: int = 0) -> None:
+    def __init__(
+        self,
+        *attempts: Attempt,
+        serving: bool = True,
+        port: int = 0,
+        credentials: grpc.ServerCredentials | None = None,
+    ) -> None:
         self.requests: list[inference_pb2.GenerateRequest] = []
         self.metadata: list[dict[str, str]] = []
         self.arrivals_s: list[float] = []
@@ -97,7 +103,11 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, info_pb2_grpc.Info
         info_pb2_grpc.add_InfoServiceServicer_to_server(self, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self.set_serving(serving)
-        self.port = self._server.add_insecure_port(f"127.0.0.1:{port}")
+        address = f"127.0.0.1:{port}"
+        if credentials is None:
+            self.port = self._server.add_insecure_port(address)
+        else:
+            self.port = self._server.add_secure_port(address, credentials)
         self.address = f"127.0.0.1:{self.port}"
 
     def __enter__(self) -> Self:
