@@ -222,7 +222,7 @@ async def test_new_files_count_from_the_next_connection_on(tmp_path: Path, log: 
 
 
 def test_each_port_is_told_of_a_change_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """gRPC asks at each connection; where nothing is new it is told so, and parses nothing. Each port has its own view."""
+    """gRPC asks at each connection; where nothing is new it parses nothing. Each port has its own view."""
     fetchers = []
     monkeypatch.setattr("grpc.dynamic_ssl_server_credentials", lambda _, fetch, **__: fetchers.append(fetch))
     tls = Tls(files(tmp_path))
