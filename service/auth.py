@@ -181,7 +181,8 @@ class TokenAuth(grpc.aio.ServerInterceptor):
 
 
 class AdminCertificates(grpc.aio.ServerInterceptor):
-    """Of callers with a certificate, lets those with certain names alone call what administrators call.
+    """Of callers with a certificate, lets those with certain names alone call what administrators call; the name is on
+    every line of such a call.
 
     A name is the certificate's common name or one of its alternative names. The certificate itself has been verified in
     the handshake.
@@ -201,10 +202,12 @@ class AdminCertificates(grpc.aio.ServerInterceptor):
         body: Any = handler.stream_unary or handler.stream_stream
 
         async def guarded(requests: AsyncIterator[Any], context: Context) -> Any:
-            if self._names.isdisjoint(certificate_names(context)):
+            names = self._names & certificate_names(context)
+            if not names:
                 error = PermissionDeniedError("admin")
                 self._refusals.add(error)
                 await abort_with(context, error)
+            structlog.contextvars.bind_contextvars(administrator=min(names))
             return await body(requests, context)
 
         make = grpc.stream_stream_rpc_method_handler

@@ -144,6 +144,8 @@ def test_an_administrator_needs_the_token_and_the_name(guarded: Guarded) -> None
         next(live)
         (result,) = chief.call(abort, request_ids=["mine"]).results
         assert result.aborted
+        act = guarded.server.events("aborted by an administrator")[-1]
+        assert (act["client"], act["administrator"], act["num_aborted"]) == ("chief", "ops.test", 1)
         assert code_of(lambda: list(live)) == "ABORTED"
 
 
