@@ -67,6 +67,41 @@ def test_deltas_are_introduced_and_concluded(client: ReflectionClient) -> None:
     assert generation.usage.cached == first.prompt.cached
 
 
+def test_several_sequences_of_one_prompt(client: ReflectionClient, info: Any) -> None:
+    """`n` deltas' streams in one, told apart by `index`: each finishes once, the first is what a request for one gets,
+    usage comes once and counts the tokens of all; greedy ones are equal; Complete folds the same."""
+    asked = fields(sampling={"n": 4, "seed": "77", "temperature": 0.9}, cache={"bypass": True})
+    generation = client.generate(**asked).expect_ok()
+    token_ids: dict[int, list[int]] = {}
+    texts: dict[int, str] = {}
+    finished = []
+    for response in generation.responses:
+        token_ids.setdefault(response.index, []).extend(token.id for token in response.tokens)
+        texts[response.index] = texts.get(response.index, "") + response.text
+        finished += [response.index] * response.HasField("finish")
+        assert response.HasField("usage") == (response is generation.responses[-1])
+    assert sorted(finished) == sorted(token_ids) == [0, 1, 2, 3]
+    assert len({tuple(ids) for ids in token_ids.values()}) == 4
+    usage = generation.responses[-1].usage
+    assert (usage.prompt, usage.completion, usage.cached) == (5, sum(map(len, token_ids.values())), 0)
+    single = client.generate(**asked | {"sampling": {"seed": "77", "temperature": 0.9}}).expect_ok()
+    assert (single.token_ids, single.text) == (token_ids[0], texts[0])
+    complete = client.complete(**asked)
+    assert [(one.index, one.text, [token.id for token in one.tokens]) for one in complete.completions] == [
+        (index, texts[index], token_ids[index]) for index in range(4)
+    ]
+    assert complete.usage == usage
+    greedy = client.complete(**fields(sampling={**GREEDY, "n": info.limits.max_sequences}))
+    assert [one.index for one in greedy.completions] == list(range(info.limits.max_sequences))
+    assert len({one.text for one in greedy.completions}) == 1
+    assert info.capabilities.multiple_sequences
+    for n in (0, info.limits.max_sequences + 1):
+        told = client.generate(**fields(sampling={"n": n})).expect(INVALID)
+        assert list(told.status.field_violations) == ["sampling.n"]
+    told = client.generate(**fields(sampling={"n": 2}, resume_token_ids=[5])).expect(INVALID)
+    assert list(told.status.field_violations) == ["resume_token_ids"]
+
+
 @pytest.mark.parametrize(
     "changes",
     [
