@@ -12,6 +12,16 @@ from hypothesis import strategies as st
 
 from scheduler.codec import _TYPES, MAX_FRAME_BYTES, CodecError, FrameDecoder, Message, encode
 from scheduler.config import EngineConfig
+from scheduler.guide_messages import (
+    CompileGuide,
+    GuideCompiled,
+    GuideCompilerConfig,
+    GuideCompilerFailed,
+    GuideCompilerReady,
+    GuideKind,
+    GuideOutcome,
+    GuideSource,
+)
 from scheduler.messages import (
     Abort,
     Activate,
@@ -49,6 +59,7 @@ MESSAGES: list[Message] = [
         sequences=(SequenceStart(0, (1, 2, 3)), SequenceStart(2)),
         priority=-100,
         cache_salt="salz",
+        guide=b"\x78\x01\x00",
         alone_until=4,
     ),
     Abort((1, 2, 3)),
@@ -71,6 +82,12 @@ MESSAGES: list[Message] = [
         stats=EngineStats(num_running=2, num_kv_blocks=100),
     ),
     EngineFailed("builtins.ValueError", "no", "Traceback …", Phase.EXECUTE, 3, "num_seqs=1", starting=False),
+    GuideCompilerConfig("some/dir", None, 20, (2, 3), 2.0, 18.0),
+    CompileGuide(1, GuideSource(GuideKind.CHOICE, options=("a", "\n\U0001f600"))),
+    GuideCompilerReady(12, 1.5),
+    GuideCompiled(1, GuideOutcome.COMPILED, b"\x78\x01\x00"),
+    GuideCompiled(2, GuideOutcome.UNSUPPORTED, what="not"),
+    GuideCompilerFailed("builtins.ImportError", "no", is_unsupported=True),
 ]
 
 
