@@ -10,7 +10,9 @@ import signal
 import socket
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -18,16 +20,21 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 
 from scheduler.errors import StartupError
-from scheduler.messages import EngineStats, SequenceOutput, StepOutputs
+from scheduler.flight_record import FlightRecord
+from scheduler.messages import EngineFailed, EngineStats, Phase, SequenceOutput, StepOutputs
 from service.call_record import CallRecord, Timeline
+from service.death import Death, cause_kind
+from service.engine_client import EngineClient
 from service.exit import ExitCode
+from service.journal import JournalEntry
 from service.metrics import exporter
 from service.metrics.exporter import CONNECTIONS_MAX, MetricsExporter
 from service.metrics.instruments import LABEL_SETS_MAX, Counter, Histogram
 from service.metrics.recorder import DEATH_CAUSES, Metrics
+from service.stream import RequestStream
 from tests.service.fake_engine import Trigger
 from tests.service.front_end import CANARY, error_of, rest_of, running
-from tests.service.support import HANG_S, CapturedLogs, until
+from tests.service.support import HANG_S, CapturedLogs, submit, until
 
 Scrape = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -163,6 +170,62 @@ def test_what_the_loop_notes_costs_it_little() -> None:
         best_s = min(best_s, time.perf_counter() - began_s)
     print(f"{best_s / 64 * 1e6:.2f} µs per output")
     assert best_s / 64 < 50e-6
+
+
+@dataclass
+class DeadProcess:
+    returncode: int | None = -9
+    was_killed_by_us: bool = False
+    num_oom_kills: int | None = 0
+
+    def oom_kills(self) -> int | None:
+        return self.num_oom_kills
+
+
+def death(*, is_hang: bool = False, exception_type: str = "") -> Death:
+    report = EngineFailed(exception_type, "", "", Phase.EXECUTE, 1, "", False) if exception_type else None
+    return Death("id", "cause", False, is_hang, 0.0, FlightRecord(Phase.EXECUTE, 1, 1, 1, ()), report)
+
+
+@pytest.mark.parametrize(
+    ("died", "process", "cause"),
+    [
+        (death(is_hang=True), DeadProcess(was_killed_by_us=True), "hang"),
+        (death(exception_type="torch.OutOfMemoryError"), DeadProcess(1), "out_of_memory"),
+        (death(exception_type="builtins.MemoryError"), DeadProcess(1), "out_of_memory"),
+        (death(exception_type="builtins.RuntimeError"), DeadProcess(1), "exception"),
+        (death(), DeadProcess(num_oom_kills=1), "out_of_memory"),
+        (death(), DeadProcess(num_oom_kills=None), "signal"),
+        (death(), DeadProcess(0), "exit"),
+        (death(), DeadProcess(was_killed_by_us=True), "connection"),
+        (death(), DeadProcess(None), "connection"),
+    ],
+)
+def test_a_death_is_of_one_kind(died: Death, process: DeadProcess, cause: str) -> None:
+    """Its own word counts first, then the kernel's, then how the process ended; each kind has a series from the
+    beginning on."""
+    assert cause_kind(died, process) == cause  # type: ignore[arg-type] # all that is asked of a process
+    assert cause in DEATH_CAUSES
+
+
+# ------------------------------------------------------------------------------------------ what engines tell of calls
+
+
+class Nobody:
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: None
+
+
+async def test_a_calls_wait_in_its_engine_is_that_of_its_first_attempt() -> None:
+    """What a later engine tells is not when the call's first step was: it has had output since."""
+    stream = RequestStream(JournalEntry(submit(1, 5)), Nobody())
+    client = EngineClient(Nobody())
+    client.send(stream, submit(1, 5))
+    for queue_s, token_id in ((0.5, 7), (None, 8), (3.0, 9)):
+        outputs = (SequenceOutput(1, 0, (token_id,), queue_s=queue_s),)
+        client._take_step(StepOutputs(1, outputs, (), EngineStats()))
+        stream.timeline.first_output_s = 1.0  # as the dispatcher notes it
+    assert stream.timeline.engine_queue_s == 0.5
 
 
 # ------------------------------------------------------------------------------------------------------- a real scrape
