@@ -31,6 +31,14 @@ _SCALARS: dict[int, st.SearchStrategy[Any]] = {
     FieldDescriptor.TYPE_UINT32: _UINT32,
     FieldDescriptor.TYPE_UINT64: st.integers(0, 2**64 - 1),
 }
+_SMALL = st.sampled_from([1, 1, 0, 2, 5])
+_PLAUSIBLE: dict[int, st.SearchStrategy[Any]] = {
+    **_SCALARS,
+    FieldDescriptor.TYPE_DOUBLE: st.sampled_from([1.0, 0.5, 0.0, 1e-8]),
+    FieldDescriptor.TYPE_STRING: _TEXTS | st.sampled_from(["user", "assistant", CANARY]),
+    **dict.fromkeys((FieldDescriptor.TYPE_INT32, FieldDescriptor.TYPE_INT64, FieldDescriptor.TYPE_UINT32), _SMALL),
+}
+"""Values that most fields take: a message of them may get as far as the engine."""
 
 
 def num_examples(usual: int) -> settings:
@@ -39,23 +47,30 @@ def num_examples(usual: int) -> settings:
 
 
 @st.composite
-def messages(draw: st.DrawFn, descriptor: Descriptor) -> Message:
-    """Some of the fields, each with a value of its type; often one that is valid."""
+def messages(draw: st.DrawFn, descriptor: Descriptor, is_plausible: bool | None = None) -> Message:
+    """Some of the fields, each with a value of its type. Every other message is a plausible one: few fields, and values
+    that most fields take.
+    """
     message = GetMessageClass(descriptor)()
+    plausible = draw(st.booleans()) if is_plausible is None else is_plausible
+    scalars = _PLAUSIBLE if plausible else _SCALARS
     for field in descriptor.fields:
-        if not draw(st.booleans()):
+        if draw(st.integers(0, 7 if plausible else 1)):
             continue
         if field.message_type is not None and field.message_type.GetOptions().map_entry:
-            key, value = (_SCALARS[part.type] for part in field.message_type.fields)
+            key, value = (scalars[part.type] for part in field.message_type.fields)
             getattr(message, field.name).update(draw(st.dictionaries(key, value, max_size=4)))
         elif field.is_repeated and field.message_type is not None:
-            getattr(message, field.name).extend(draw(st.lists(messages(field.message_type), max_size=3)))
+            parts = st.lists(messages(field.message_type, plausible), max_size=3)
+            getattr(message, field.name).extend(draw(parts))
         elif field.is_repeated:
-            getattr(message, field.name).extend(draw(st.lists(_SCALARS[field.type], max_size=4)))
+            getattr(message, field.name).extend(draw(st.lists(scalars[field.type], max_size=4)))
         elif field.message_type is not None:
-            getattr(message, field.name).CopyFrom(draw(messages(field.message_type)))
+            getattr(message, field.name).CopyFrom(draw(messages(field.message_type, plausible)))
         else:
-            setattr(message, field.name, draw(_SCALARS[field.type]))
+            setattr(message, field.name, draw(scalars[field.type]))
+    if plausible and "input" in descriptor.oneofs_by_name and message.WhichOneof("input") is None:
+        message.text = draw(_TEXTS)  # type: ignore[attr-defined] # without it nothing comes of the rest
     return message
 
 
