@@ -345,10 +345,16 @@ def _writing(
     """
 
     async def write_all(request: Any, context: Context) -> None:
+        has_headers = False
         async with aclosing(body(request, context)) as responses:
             async for response in responses:
                 try:
                     async with asyncio.timeout(reader_timeout_s):
+                        if not has_headers:
+                            # Apart from the message, which a reader without any window holds up: grpc.aio would take
+                            # headers that went along with it for unsent, and fail to send them again with the status.
+                            await context.send_initial_metadata(())
+                            has_headers = True
                         await context.write(response)
                 except TimeoutError:
                     with suppress(StopAsyncIteration):

@@ -231,3 +231,21 @@ async def test_a_stop_string_does_not_wait_for_the_interval(model: Path, log: Ca
         )
     assert (only.text, only.finish.reason) == (whole[:20], inference_pb2.FINISH_REASON_STOP_STRING)
     assert only.usage.completion == 23
+
+
+async def test_a_reader_that_never_comes_back_is_told_and_holds_nothing(model: Path, log: CapturedLogs) -> None:
+    """After the time for readers the engine has forgotten the request; when its caller reads at last it finds
+    SLOW_READER behind what was on its way."""
+    async with (
+        running(model, "--reader-timeout", "0.3") as run,
+        grpc.aio.insecure_channel(run.server.address, NARROW) as channel,
+    ):
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        call = stub.Generate(request(1, 2, max_tokens=4000, request_id="l" * 128), timeout=HANG_S)
+        await until(lambda: run.server._journal)
+        await until(lambda: not run.server._journal)
+        await run.wait_idle()
+        error = await error_of(call)
+        assert (error.code(), details(error)[0]) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "SLOW_READER")
+    (line,) = log.of("request finished")
+    assert (line["error"], line["status"]) == ("SlowReader", "RESOURCE_EXHAUSTED")
