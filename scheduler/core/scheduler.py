@@ -19,9 +19,9 @@ recomputes later. The first in precedence is thus never a victim while anyone el
 have been refused (`RequestNeverFitsError`, or CONTEXT_LIMIT at the pool's size). It gets a token in every step: the
 budget is at least the number of seats and it sits on one. When it ends, the next is first.
 
-**Why there is little thrash.** Nobody is let in beside others unless the pool could then feed the growth of all for some
-more steps (see `room.py`). A victim needs again all that it gave up, part of which went to another, so it cannot come
-back before somebody ends; until then the line is not even looked at.
+**Why there is little thrash.** Nobody is let in beside others unless the pool could then feed the growth of all for
+some more steps (see `room.py`). A victim needs again all that it gave up, part of which went to another, so it cannot
+come back before somebody ends; until then the line is not even looked at.
 
 **Sequences of one request** stand in line, sit and are preempted each for itself; what they share is in
 `kv_cache_manager.py`. One whose sibling is still computing the prompt for it has a seat and waits: it comes behind that
@@ -226,7 +226,9 @@ class Scheduler:
         self._is_in_flight = False
         for sequence in self._in_step():
             if sequence.status is _RUNNING:
-                self._kv.free_and_forget(sequence)
+                # Its siblings hold blocks that it computed, and would offer them to the cache by the same names.
+                for sibling in sequence.request.unfinished:
+                    self._kv.free_and_forget(sibling)
         self.vacate()
         return self._step_request_ids
 
@@ -349,6 +351,7 @@ class Scheduler:
     def _spend_budget(self, draft: PlanDraft) -> None:
         """Give the tokens that the decodes leave to the other sequences, running or waiting, in order of precedence."""
         behind = deque(self._seats.behind())
+        admitted: set[Sequence] = set()
         while True:
             front = self._front()
             if front is not None and front.is_alone:
@@ -359,7 +362,8 @@ class Scheduler:
                 return
             if behind and (front is None or behind[0].order < front.order):
                 sequence = behind.popleft()
-                if sequence.status is _RUNNING:
+                # One that was preempted a moment ago may have been let in again, and has its tokens then.
+                if sequence.status is _RUNNING and sequence not in admitted:
                     self._add_chunk(sequence, num_tokens_left, draft)
             elif front is None:
                 return
@@ -367,6 +371,7 @@ class Scheduler:
                 self._roster.is_admission_open = False
             elif num_tokens_left > 0:
                 self._admit(front, start, draft)
+                admitted.add(front)
                 if front.provider is None:
                     self._add_chunk(front, num_tokens_left, draft)
             # Otherwise the decodes had taken the whole budget, one of them has just been preempted, and the next
