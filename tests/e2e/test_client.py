@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import pytest
@@ -152,3 +154,31 @@ def test_without_resume_the_cut_is_told(wire: Wire) -> None:
     """UNAVAILABLE, at once."""
     with Client(wire.address) as client, pytest.raises(errors.UnavailableError):
         read(client, {"prompt": "Once upon a time"}, wire, CUTS[:1])
+
+
+@pytest.mark.slow
+def test_an_engines_death_is_mended_by_its_server(start_server: Callable[..., Server]) -> None:
+    """A stream that was in the dying step may be the killer, and must be sent to nobody: with resume it asks its server
+    to replay it, which knows whom it suspects. The caller sees one stream, and the client has sent one request.
+    """
+    server = start_server(threads=1, num_kv_blocks=256)
+    ask = {"prompt": "Once upon a time", "temperature": 0, "ignore_eos": True}
+    with Client(server.address, resume=True) as client:
+        undisturbed = summary(read(client, ask))
+        deltas = []
+        with client.generate(
+            ask["prompt"],
+            temperature=0,
+            ignore_eos=True,
+            max_tokens=MAX_TOKENS,
+            with_token_ids=True,
+            timeout_s=CALL_TIMEOUT_S,
+        ) as stream:
+            for delta in stream:
+                deltas.append(delta)
+                if len(deltas) == 3:
+                    os.kill(server.engine_pid(), signal.SIGKILL)
+            assert stream.num_resumes == 0
+    assert summary(deltas) == undisturbed
+    server.wait_for_log("fatal error")
+    assert len(server.fatal_errors) == 1
