@@ -7,7 +7,7 @@ gRPC, waiting, engines. One `Answer` per call; it knows the tokens only in the o
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from emberline.v1 import inference_pb2
 from scheduler.messages import FinishReason, PromptLogprobs, SequenceOutput, Submit, TokenLogprobs
@@ -38,6 +38,13 @@ class Answer:
     sequences: list[SequenceState]
     account: Account
     is_first: bool = True
+    is_prompt_due: bool = field(init=False)
+    """Whether logprobs of the prompt are still to come, without which nothing else is told."""
+    early: list[SequenceOutput] = field(default_factory=list)
+    """What has come meanwhile of the other sequences than the one that brings them."""
+
+    def __post_init__(self) -> None:
+        self.is_prompt_due = self.submit.sampling.num_prompt_logprobs is not None
 
     @property
     def is_finished(self) -> bool:
@@ -78,6 +85,8 @@ class Answer:
 
     def cut(self) -> Iterator[inference_pb2.GenerateResponse]:
         """The last messages of the sequences that are not finished when `max_time` is over."""
+        self.is_prompt_due = False
+        yield from self.assemble(())
         for index, sequence in enumerate(self.sequences):
             if not sequence.is_finished:
                 delta = self.delta(index, (), None, FinishReason.TIME_LIMIT)
@@ -128,12 +137,18 @@ class Answer:
         for part in convert.prompt_tokens(self.submit.prompt_token_ids, scores):
             message.prompt.tokens.extend(part)
             yield
-        # An engine tells it with the very first output, and that is sequence 0's.
-        assert self.is_first
+        assert self.is_prompt_due, "an engine tells it once"
+        self.is_prompt_due = False
         self.sequences[0].held_back = message
 
     def assemble(self, outputs: Sequence[SequenceOutput]) -> Iterator[inference_pb2.GenerateResponse]:
         """One message per sequence for all that has come."""
+        self.early += outputs
+        if self.is_prompt_due:
+            return
+        outputs, self.early = self.early, []
+        if self.is_first:
+            outputs.sort(key=lambda output: output.index != 0)  # the prompt is told with its sequence
         by_index: dict[int, list[SequenceOutput]] = {}
         for output in outputs:
             by_index.setdefault(output.index, []).append(output)

@@ -128,6 +128,15 @@ class Driver:
                 answer.is_aborted = True
         self.check_invariants()
 
+    def expire(self, *request_ids: int) -> None:
+        """Fail requests that have waited too long; none of them may have been in a step."""
+        for request_id in request_ids:
+            assert not self.answers[request_id].is_over
+            assert not self.scheduler.has_run(request_id)
+            self.answers[request_id].failure = FailureKind.QUEUE_TIMEOUT
+        self.scheduler.abort(request_ids)
+        self.check_invariants()
+
     def pause(self, *request_ids: int) -> None:
         self.scheduler.pause(request_ids)
         self.paused |= {request_id for request_id in request_ids if request_id in self.answers}
@@ -215,10 +224,14 @@ class Driver:
             for index, sequence in answer.sequences.items():
                 token_ids, end = self.expected(request_id, index)
                 assert tuple(sequence.token_ids) == token_ids[: len(sequence.token_ids)]
-                if sequence.end is not None or (len(answer.sequences) == 1 and not answer.is_aborted):
+                is_cut = answer.is_aborted or answer.failure is FailureKind.QUEUE_TIMEOUT
+                if sequence.end is not None or (len(answer.sequences) == 1 and not is_cut):
                     assert (tuple(sequence.token_ids), sequence.end or answer.failure) == (token_ids, end)
                 ends.add(end)
-            assert answer.failure is None or answer.failure in ends
+            if answer.failure is FailureKind.QUEUE_TIMEOUT:
+                assert not any(sequence.outputs for sequence in answer.sequences.values())
+            else:
+                assert answer.failure is None or answer.failure in ends
 
     def _take(self, output: SequenceOutput) -> None:
         answer = self.answers[output.request_id]
@@ -235,14 +248,10 @@ class Driver:
         sequence.end = output.finish_reason
 
     def _check_prompt_logprobs(self, output: SequenceOutput) -> None:
-        """Told with the first output of sequence 0, each token but the first once, in order; no sibling says anything
-        before that, unless they run alone, where each goes by its own count of tokens.
-        """
+        """Told with the first output of sequence 0, each token but the first once, in order."""
         answer = self.answers[output.request_id]
         asks = answer.submit.sampling.num_prompt_logprobs is not None and 0 in answer.sequences
         is_first = output.index == 0 and not answer.sequences[0].outputs
-        if asks and not is_first and not answer.submit.alone_until:
-            assert answer.sequences[0].outputs
         told = output.prompt_logprobs
         assert (told is not None) == (asks and is_first)
         if told is not None:

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from emberline.v1 import inference_pb2
-from scheduler.messages import SamplingParams, SequenceOutput, SequenceStart, StoppingParams, Submit
+from scheduler.messages import FinishReason, SamplingParams, SequenceOutput, SequenceStart, StoppingParams, Submit
 from service import convert
 from service.account import Account
 from service.answer import Answer, SequenceState
@@ -125,23 +125,52 @@ def test_a_journal_asks_for_the_prompt_until_it_has_been_told() -> None:
     assert told.sequences == (SequenceStart(0, (5,)), SequenceStart(1))
 
 
-def test_the_prompt_goes_out_at_once_however_long_the_interval(tmp_path: Path) -> None:
-    """Neither `stream_interval` nor a token without text holds it back: no other sequence's message may be first."""
-    tokenizer = tiny_tokenizers.load(tmp_path, tiny_tokenizers.byte_level())
+def make_answer(directory: Path, *, stream_interval: int = 1) -> Answer:
+    """Of two sequences, with the prompt scored."""
+    tokenizer = tiny_tokenizers.load(directory, tiny_tokenizers.byte_level())
     request = GenerateRequest(
         request_id="mine",
         prompt=TokenInput(PROMPT),
         sampling=SamplingParams(num_prompt_logprobs=1),
         max_tokens=9,
-        output=OutputOptions(stream_interval=8),
+        output=OutputOptions(stream_interval=stream_interval),
         num_sequences=2,
     )
     submit = Submit(1, PROMPT, request.sampling, StoppingParams(9), (SequenceStart(0), SequenceStart(1)))
     states = [SequenceState(SequenceText(tokenizer, PROMPT)) for _ in range(2)]
-    answer = Answer(request, submit, states, Account(label="mine", num_prompt_tokens=4))
-    parts = list(convert.prompt_tokens(PROMPT, prompt_logprobs_of(submit)))
-    assert len(list(answer.take_prompt(prompt_logprobs_of(submit)))) == len(parts)
-    messages = list(answer.assemble([SequenceOutput(1, 0, (5,)), SequenceOutput(1, 1, (6,))]))
-    (first,) = messages
+    return Answer(request, submit, states, Account(label="mine", num_prompt_tokens=4))
+
+
+def test_the_prompt_goes_out_at_once_however_long_the_interval(tmp_path: Path) -> None:
+    """Neither `stream_interval` nor a token without text holds it back: no other sequence's message may be first."""
+    answer = make_answer(tmp_path, stream_interval=8)
+    parts = list(convert.prompt_tokens(PROMPT, prompt_logprobs_of(answer.submit)))
+    assert len(list(answer.take_prompt(prompt_logprobs_of(answer.submit)))) == len(parts)
+    (first,) = answer.assemble([SequenceOutput(1, 0, (5,)), SequenceOutput(1, 1, (6,))])
     assert (first.index, first.prompt.count) == (0, 4)
     check_prompt(first.prompt, num_top=1)
+
+
+def test_siblings_that_are_quicker_than_the_scored_sequence_wait_for_it(tmp_path: Path) -> None:
+    """Whatever they have said, their end included, comes behind the message with the prompt, and whole."""
+    answer = make_answer(tmp_path)
+    assert list(answer.assemble([SequenceOutput(1, 1, (6,))])) == []
+    end = SequenceOutput(1, 1, (7,), finish_reason=FinishReason.MAX_TOKENS)
+    for _ in answer.take_prompt(prompt_logprobs_of(answer.submit)):
+        pass
+    first, second = answer.assemble([end, SequenceOutput(1, 0, (5,))])
+    check_prompt(first.prompt, num_top=1)
+    assert (first.index, second.index, len(second.text)) == (0, 1, 2)
+    assert second.HasField("finish")
+    assert not second.HasField("prompt")
+
+
+def test_where_the_time_is_over_before_the_prompt_is_scored_the_rest_is_told(tmp_path: Path) -> None:
+    """TIME_LIMIT for each sequence, the tokens that had come, and no prompt tokens."""
+    answer = make_answer(tmp_path)
+    assert list(answer.assemble([SequenceOutput(1, 1, (6,))])) == []
+    messages = list(answer.cut())
+    assert answer.is_finished
+    assert sum(len(message.text) for message in messages) == 1
+    assert not any(message.prompt.tokens for message in messages)
+    assert messages[0].prompt.count == 4
