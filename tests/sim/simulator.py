@@ -1,4 +1,5 @@
-"""A seeded world around the scheduler: arrivals, impatient callers, poison, failed steps, a clock that steps advance.
+"""A seeded world around the scheduler: arrivals, impatient callers, slow readers, poison, failed steps, a clock that
+steps advance.
 
 Everything that happens is drawn from one seed, so a run can be told again by its seed alone; `Report.trace_sha256`
 covers every plan and every output. The runner checks the KV contents at each step (`tests/fakes.py`), the driver the
@@ -12,7 +13,8 @@ import random
 from dataclasses import dataclass, field, replace
 
 from scheduler.core.arrivals import RequestNeverFitsError
-from scheduler.messages import Submit
+from scheduler.engine.queue_deadlines import QueueDeadlines
+from scheduler.messages import FailureKind, SequenceStart, Submit
 from tests.core.driver import Driver, make_config
 from tests.fakes import FakeClock, make_submit
 
@@ -21,6 +23,8 @@ EOS_IDS = tuple(range(480, 499))
 """Several, so that they are met; prompts hold none."""
 POISON_ID = 499
 
+_PAUSE_RATE = 0.05
+"""Share of the steps before which a reader falls behind."""
 _STEP_S = 0.010
 """What a step takes, and then for each of its tokens:"""
 _TOKEN_S = 0.0005
@@ -33,6 +37,7 @@ class Caller:
     submit: Submit
     arrival_s: float
     patience_s: float
+    queue_timeout_s: float = 1e9
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,8 @@ class Report:
     num_refused: int
     num_aborted: int
     num_failed: int
+    num_expired: int
+    num_pauses: int
     num_steps: int
     num_failed_steps: int
     num_preemptions: int
@@ -85,6 +92,12 @@ class Simulation:
         if fault_rate:
             self.callers = [_draw_alone(self._faults, caller) for caller in self.callers]
         self._num_failed_steps = 0
+        self._readers = random.Random(rng.getrandbits(64))
+        self._paused: list[tuple[float, int]] = []
+        """When each slow reader will have caught up."""
+        self._num_pauses = 0
+        self._deadlines = QueueDeadlines(self.driver.scheduler.has_run)
+        self._num_expired = 0
         self._first_token_s: dict[int, float] = {}
         self._num_refused = 0
         self._trace = hashlib.sha256()
@@ -93,20 +106,41 @@ class Simulation:
         """From the first arrival until everyone has an answer."""
         arrivals = sorted(self.callers, key=lambda caller: caller.arrival_s)
         given_up = sorted(self.callers, key=lambda caller: caller.arrival_s + caller.patience_s)
-        while arrivals or self.driver.scheduler.has_work:
+        while arrivals or self._paused or self.driver.scheduler.has_work:
             if not self.driver.scheduler.has_work:
-                self.clock.advance(max(0.0, arrivals[0].arrival_s - self.clock()))
+                next_s = min([caller.arrival_s for caller in arrivals[:1]] + [until_s for until_s, _ in self._paused])
+                self.clock.advance(max(0.0, next_s - self.clock()))
             self._admit(arrivals)
-            self._step(given_up)
+            self._pause_and_unpause()
+            expired = self._deadlines.take_expired(self.clock())
+            self._num_expired += len(expired)
+            self.driver.expire(*expired)
+            if self.driver.scheduler.has_work:
+                self._step(given_up)
         self.driver.check_answers()
         return self._report()
 
     def _admit(self, arrivals: list[Caller]) -> None:
         while arrivals and arrivals[0].arrival_s <= self.clock():
+            caller = arrivals.pop(0)
             try:
-                self.driver.submit(arrivals.pop(0).submit)
+                self.driver.submit(caller.submit)
             except RequestNeverFitsError:
                 self._num_refused += 1
+            else:
+                self._deadlines.add(caller.submit.request_id, caller.arrival_s + caller.queue_timeout_s)
+
+    def _pause_and_unpause(self) -> None:
+        caught_up = [request_id for until_s, request_id in self._paused if until_s <= self.clock()]
+        self._paused = [entry for entry in self._paused if entry[0] > self.clock()]
+        self.driver.unpause(*caught_up)
+        live = [request_id for request_id, answer in self.driver.answers.items() if not answer.is_over]
+        if live and self._readers.random() < _PAUSE_RATE:
+            request_id = self._readers.choice(live)
+            if request_id not in self.driver.paused:
+                self.driver.pause(request_id)
+                self._paused.append((self.clock() + self._readers.uniform(0.0, 0.5), request_id))
+                self._num_pauses += 1
 
     def _step(self, given_up: list[Caller]) -> None:
         def while_in_flight() -> None:
@@ -122,8 +156,9 @@ class Simulation:
         self._lift_confinement()
         self._trace.update(repr((self.driver.plans[-1], self.driver.scheduler.stats())).encode())
         for request_id, answer in self.driver.answers.items():
-            self._trace.update(repr((request_id, answer.token_ids, answer.end, answer.is_aborted)).encode())
-            if answer.token_ids:
+            told = [(sequence.token_ids, sequence.end) for sequence in answer.sequences.values()]
+            self._trace.update(repr((request_id, told, answer.failure, answer.is_aborted)).encode())
+            if any(sequence.token_ids for sequence in answer.sequences.values()):
                 self._first_token_s.setdefault(request_id, self.clock())
 
     def _fail_step(self) -> None:
@@ -164,14 +199,16 @@ class Simulation:
             num_requests=len(self.callers),
             num_refused=self._num_refused,
             num_aborted=sum(answer.is_aborted for answer in answers.values()),
-            num_failed=sum(answer.failure is not None for answer in answers.values()),
+            num_failed=sum(answer.failure is FailureKind.NON_FINITE for answer in answers.values()),
+            num_expired=self._num_expired,
+            num_pauses=self._num_pauses,
             num_steps=len(self.driver.plans),
             num_failed_steps=self._num_failed_steps,
             num_preemptions=stats.num_preemptions_total,
             num_tokens_computed=self.driver.runner.num_tokens_computed_total,
             num_tokens_useful=stats.num_prompt_tokens_total
             - stats.num_cached_tokens_total
-            + sum(len(answer.token_ids) for answer in answers.values())
+            + sum(len(one.token_ids) for answer in answers.values() for one in answer.sequences.values())
             - len(admitted),
             num_cached_tokens=stats.num_cached_tokens_total,
             elapsed_s=self.clock(),
@@ -202,8 +239,11 @@ def _draw_callers(rng: random.Random, num_requests: int, load: float) -> list[Ca
             cache_salt=rng.choice(["", "", "", "tenant"]),
             cache_bypass=rng.random() < 0.1,
         )
+        num_sequences = rng.choice([1, 1, 1, 1, 1, 1, 2, 4])
+        submit = replace(submit, sequences=tuple(SequenceStart(index) for index in range(num_sequences)))
         patience_s = rng.uniform(0.0, 1.0) if rng.random() < 0.15 else 1e9
-        callers.append(Caller(submit, arrival_s, patience_s))
+        queue_timeout_s = rng.uniform(0.0, 1.0) if rng.random() < 0.15 else 1e9
+        callers.append(Caller(submit, arrival_s, patience_s, queue_timeout_s))
     return callers
 
 

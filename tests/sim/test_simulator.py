@@ -34,10 +34,10 @@ def test_same_seed_same_trace() -> None:
 
 
 def test_the_world_is_eventful() -> None:
-    """The seeds in use do bring preemptions, prefix hits, aborts and failures."""
+    """The seeds in use do bring preemptions, prefix hits, aborts, failures, pauses and time-outs of the queue."""
     reports = [run(seed) for seed in SEEDS]
     assert sum(report.num_preemptions > 0 for report in reports) > len(reports) / 2
-    for name in ("num_cached_tokens", "num_aborted", "num_failed"):
+    for name in ("num_cached_tokens", "num_aborted", "num_failed", "num_expired", "num_pauses"):
         assert sum(getattr(report, name) > 0 for report in reports) > len(reports) / 2, name
 
 
