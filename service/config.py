@@ -350,9 +350,7 @@ FLAGS = (
          "crashes/ in the cache directory)", "DIR"),
 )  # fmt: skip
 
-NOT_YET = (
-    Flag("quantization", str, "none", "weights in fewer bits", "NAME"),
-)
+NOT_YET = (Flag("quantization", str, "none", "weights in fewer bits", "NAME"),)
 """Flags of later versions, each refused unless it has the value that changes nothing."""
 
 

@@ -203,7 +203,9 @@ class Server:
             self._supervisor,
             blame,
             Router(config.replicas),
-            stream_buffer_tokens=config.stream_buffer_tokens, totals=totals, metrics=metrics,
+            stream_buffer_tokens=config.stream_buffer_tokens,
+            totals=totals,
+            metrics=metrics,
         )
         self._backend = Backend(
             config,
