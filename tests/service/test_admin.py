@@ -14,8 +14,10 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from emberline.v1 import admin_pb2, admin_pb2_grpc, info_pb2, info_pb2_grpc
+from service.auth import SERVICE_SCOPES
 from service.cli import build_parser
 from service.config import parse
 from service.convert import ABORT_IDS_MAX
@@ -246,12 +248,28 @@ async def test_channelz_tells_the_connections(model: Path) -> None:
     async with running(model, "--enable-channelz") as run:
         channelz = channelz_pb2_grpc.ChannelzStub(run.channel)
         servers = (await channelz.GetServers(channelz_pb2.GetServersRequest(), timeout=HANG_S)).server
-        assert sum(server.data.calls_succeeded for server in servers) >= 0
         assert sum(server.data.calls_started for server in servers) >= 1
+        requests = [channelz_pb2.GetServerSocketsRequest(server_id=server.ref.server_id) for server in servers]
+        sockets = [ref for one in requests for ref in (await channelz.GetServerSockets(one)).socket_ref]
+        answer = await channelz.GetSocket(channelz_pb2.GetSocketRequest(socket_id=sockets[0].socket_id))
+        assert answer.socket.data.streams_started >= 1
+        error = await error_of(channelz.GetSocket(channelz_pb2.GetSocketRequest(socket_id=10**6)))
+        assert error.code() is grpc.StatusCode.NOT_FOUND
     async with running(model) as run:
         channelz = channelz_pb2_grpc.ChannelzStub(run.channel)
         error = await error_of(channelz.GetServers(channelz_pb2.GetServersRequest()))
         assert error.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_whatever_is_offered_has_a_scope(model: Path) -> None:
+    """With every flag that adds a service: what reflection lists is what tokens are asked for."""
+    async with running(model, "--enable-admin", "--enable-channelz") as run:
+        reflection = reflection_pb2_grpc.ServerReflectionStub(run.channel)
+        call = reflection.ServerReflectionInfo(timeout=HANG_S)
+        await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+        offered = {service.name for service in (await call.read()).list_services_response.service}
+        call.cancel()
+    assert offered == set(SERVICE_SCOPES)
 
 
 @pytest.mark.parametrize("flag", ["--enable-admin", "--enable-channelz"])
