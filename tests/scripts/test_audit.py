@@ -4,35 +4,21 @@ real one says depends on the day.
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "audit"
+from scripts import audit_dependencies as audit
+
 CLEAN = {"name": "clean", "version": "1", "vulns": []}
 BAD = {"name": "bad", "version": "2", "vulns": [{"id": "PYSEC-1", "fix_versions": ["2.1", "3"]}]}
 HOPELESS = {"name": "hopeless", "version": "3", "vulns": [{"id": "PYSEC-2", "fix_versions": []}]}
 
 
 @pytest.fixture
-def audit() -> ModuleType:
-    loader = importlib.machinery.SourceFileLoader("audit_script", str(SCRIPT))
-    spec = importlib.util.spec_from_loader(loader.name, loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[loader.name] = module  # dataclasses look their module up
-    loader.exec_module(module)
-    return module
-
-
-@pytest.fixture
-def run(audit: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs the script with a pip-audit that says this and ends so; its exit status."""
 
     def run_with(stdout: str, stderr: str = "", status: int = 0) -> int:
@@ -92,7 +78,7 @@ def test_what_could_not_be_found_out_is_no_clean_bill(run: Any, capsys: pytest.C
     assert told.err.count("\n") == 1
 
 
-def test_every_dependency_is_pinned_exactly(audit: ModuleType) -> None:
+def test_every_dependency_is_pinned_exactly() -> None:
     """What is asked about is what is installed."""
     lines = [line for line in audit.CONSTRAINTS.read_text().splitlines() if line and not line.startswith("#")]
     assert lines
