@@ -28,6 +28,7 @@ AUDIT_TIMEOUT_S = 900
 
 EXIT_CLEAN = 0
 EXIT_VULNERABLE = 1
+EXIT_USAGE = 2
 EXIT_UNKNOWN = 3
 
 
@@ -48,7 +49,7 @@ class UnknownError(Exception):
 def main(arguments: Sequence[str]) -> int:
     if arguments:
         print("usage: scripts/audit (it takes no arguments)", file=sys.stderr)
-        return EXIT_UNKNOWN
+        return EXIT_USAGE
     try:
         report = audit(tool(), CONSTRAINTS)
         found, num_checked = findings(report)
