@@ -66,13 +66,13 @@ def test_what_has_not_begun_is_tried_again(kind: str) -> None:
     is waited for.
     """
     refusals = [
-        Attempt(0, End(CODES.UNAVAILABLE, "ENGINE_STARTING", pushback_ms=300)),
+        Attempt(0, End(CODES.UNAVAILABLE, "ENGINE_STARTING", pushback_ms=150)),
         Attempt(0, End(CODES.RESOURCE_EXHAUSTED, "QUEUE_FULL", pushback_ms=20)),
     ]
     with FakeServer(*refusals) as server:
         assert text(read(kind, server.address)) == TEN_WORDS
     assert server.num_calls == 3
-    assert server.arrivals_s[1] - server.arrivals_s[0] >= 0.3
+    assert server.arrivals_s[1] - server.arrivals_s[0] >= 0.15
     assert server.metadata[2]["grpc-previous-rpc-attempts"] == "2"
 
 
@@ -97,7 +97,6 @@ def test_a_suspect_is_never_sent_again(kind: str, resume: bool, num_tokens: int)
     suspect = Attempt(num_tokens, end)
     with FakeServer(*[suspect] * 9) as one, FakeServer(*[suspect] * 9) as other:
         error = fails(kind, f"{one.address},{other.address}", resume=resume)
-        time.sleep(0.5)  # what must not come has had its time
     assert isinstance(error, errors.EngineDeadError)
     assert (error.death_id, error.may_retry) == ("d1", False)
     assert len(all_requests([one, other])) == 1
@@ -111,7 +110,6 @@ def test_poison_is_never_sent_again(kind: str, resume: bool, pushback_ms: int | 
     end = End(CODES.INTERNAL, "POISON_REQUEST", {"death_id": "d1"}, pushback_ms=pushback_ms)
     with FakeServer(*[Attempt(0, end)] * 9) as server:
         error = fails(kind, server.address, resume=resume)
-        time.sleep(0.5)
     assert isinstance(error, errors.PoisonRequestError)
     assert server.num_calls == 1
 
@@ -141,6 +139,7 @@ def test_a_bad_request_names_its_fields() -> None:
 # ------------------------------------------------------------------------------------------------------------ balancing
 
 
+@pytest.mark.slow
 @BOTH
 def test_only_servers_that_serve_are_called(kind: str) -> None:
     """NOT_SERVING is left out from the first call on, and taken in when it changes its mind, while the other one
@@ -300,7 +299,6 @@ def test_without_resume_a_break_is_the_callers(kind: str) -> None:
     """It has had what it has had, and is told; nothing is sent again behind its back."""
     with FakeServer(Attempt(3, GONE)) as server:
         assert isinstance(fails(kind, server.address), errors.UnavailableError)
-        time.sleep(0.5)
     assert server.num_calls == 1
 
 
@@ -331,6 +329,7 @@ def test_a_stream_cut_off_with_ok_is_no_answer(kind: str) -> None:
 # ------------------------------------------------------------------------------------------- deadlines and cancellation
 
 
+@pytest.mark.slow
 @BOTH
 def test_the_deadline_bounds_all_attempts(kind: str) -> None:
     """A stream that hangs after its break is ended by the one deadline that its caller gave."""
@@ -417,7 +416,7 @@ def aio_timeout(server: FakeServer) -> None:
     async def scenario() -> None:
         async with AsyncClient(server.address) as client:
             with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.5):
+                async with asyncio.timeout(0.2):
                     await client.generate("x").answer()
             assert await asyncio.to_thread(server.left.wait, LIMIT_S)
 

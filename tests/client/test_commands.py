@@ -44,6 +44,7 @@ class TestDispatch:
         assert not told.out
         assert "generate" in told.err
 
+    @pytest.mark.slow
     def test_a_command_is_loaded_only_when_asked_for(self) -> None:
         """`emberline health` imports nothing of the server: half a second that probes need not spend."""
         code = (
@@ -130,6 +131,7 @@ class TestGenerate:
         assert code == status.USAGE
         assert server.num_calls == 0
 
+    @pytest.mark.slow
     def test_no_server(self, capsys: pytest.CaptureFixture[str]) -> None:
         """Told within moments, though resume is on: there is nothing to carry yet."""
         with FakeServer() as gone:
@@ -149,6 +151,7 @@ class TestGenerate:
                 assert run(server, "generate", "x", "--token-file", str(path)) == status.USAGE
         assert server.num_calls == 1
 
+    @pytest.mark.slow
     def test_nobody_reads(self) -> None:
         """`emberline generate | head -1` ends without a traceback."""
         with FakeServer(Attempt(3, hang=True)) as server:
@@ -247,6 +250,7 @@ class TestHealth:
         assert told.out == ""
         assert "UNAVAILABLE" in told.err
 
+    @pytest.mark.slow
     def test_watch_until_interrupted(self) -> None:
         """Each change on a line of its own; Ctrl-C ends it with the last one's status."""
         with FakeServer() as server:
@@ -260,6 +264,7 @@ class TestHealth:
             assert process.wait(LIMIT_S) == status.FAILED
             process.stdout.close()
 
+    @pytest.mark.slow
     def test_watch_until_the_servers_end(self) -> None:
         """A server that goes away is unreachable."""
         with FakeServer() as server:
