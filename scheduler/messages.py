@@ -263,9 +263,13 @@ class PromptLogprobs:
     """32-bit floats, in the same places."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SequenceOutput:
-    """What one step brought to one sequence."""
+    """What one step brought to one sequence.
+
+    Not frozen, though nobody may change it: a frozen one takes many times as long to make, and each step makes one for
+    every sequence in it.
+    """
 
     request_id: int
     index: int
