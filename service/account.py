@@ -37,6 +37,7 @@ from service.call_record import CallRecord, Timeline
 from service.crash_report import LABEL_CHARS_MAX
 from service.errors import CallError, DrainingError, EngineDeadError, EngineStartingError, QueueFullError
 from service.metrics.recorder import Metrics
+from service.request import REQUEST_ID_BYTES_MAX
 from service.telemetry import CallTrace, Tracing
 from service.totals import Totals
 
@@ -118,7 +119,7 @@ class Accounts:
         `context`: None for a caller in here.
         """
         # A label that is not allowed ends the call in a moment; it must not get into logs and traces before that.
-        is_allowed = 0 < len(label) <= LABEL_CHARS_MAX and label.isascii() and label.isprintable()
+        is_allowed = 0 < len(label) <= REQUEST_ID_BYTES_MAX and label.isascii() and label.isprintable()
         account = Account(label if is_allowed else uuid.uuid4().hex, self._clock())
         if is_chat:
             account.operation = "chat"
@@ -163,13 +164,11 @@ class Accounts:
     def _begin(self, method: str, account: Account, context: CallContext | None) -> CallTrace | None:
         trace = None
         with self._guarded("begin"):
-            metadata = () if context is None else context.invocation_metadata() or ()
-            trace = self._tracing.begin(method, metadata)
-            ids = {"request_id": account.label[:LABEL_CHARS_MAX]}
-            if trace.trace_id:
-                ids["trace_id"] = trace.trace_id
             # Never unbound: the task is the call's own, and its context ends with it.
-            structlog.contextvars.bind_contextvars(**ids)
+            structlog.contextvars.bind_contextvars(request_id=account.label)
+            trace = self._tracing.begin(method, () if context is None else context.invocation_metadata() or ())
+            if trace.trace_id:
+                structlog.contextvars.bind_contextvars(trace_id=trace.trace_id)
         return trace
 
     def _end(

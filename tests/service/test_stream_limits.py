@@ -159,6 +159,7 @@ async def test_a_reader_that_is_behind_costs_no_steps_and_loses_nothing(model: P
         assert await count_when_still(stream) < 4000
         deltas = [first, *await rest_of(call)]
     assert [token.id for delta in deltas for token in delta.tokens] == tokens_of((1, 2), 4000)
+    assert {delta.request_id for delta in deltas} == {"l" * 128}, "the longest label is the caller's own, too"
 
 
 # Caps
