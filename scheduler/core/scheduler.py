@@ -187,6 +187,14 @@ class Scheduler:
         for request in self._known(request_ids):
             self._roster.end_all(request)
 
+    def abort_sequences(self, sequences: Iterable[tuple[int, int]]) -> None:
+        """Forget these of their requests' sequences, by request and index. Unknown ones are ignored."""
+        for request_id, index in sequences:
+            request = self._roster.requests.get(request_id)
+            for sequence in () if request is None else request.unfinished:
+                if sequence.index == index:
+                    self._roster.end(sequence)
+
     def pause(self, request_ids: Iterable[int]) -> None:
         """No more steps for these until `unpause`. Between steps only. Unknown and paused ones are ignored."""
         assert not self._is_in_flight, "update_from_output() or drop_step() comes first"
@@ -224,11 +232,12 @@ class Scheduler:
         """
         assert self._is_in_flight, "there is no plan in flight"
         self._is_in_flight = False
+        # Others hold blocks of theirs, and offer what they hold once: now, or they would do so after it was forgotten.
+        for sequence in (*self._seats.sequences, *self._roster.parked):
+            self._kv.register(sequence)
         for sequence in self._in_step():
             if sequence.status is _RUNNING:
-                # Its siblings hold blocks that it computed, and would offer them to the cache by the same names.
-                for sibling in sequence.request.unfinished:
-                    self._kv.free_and_forget(sibling)
+                self._kv.free_and_forget(sequence)
         self.vacate()
         return self._step_request_ids
 
