@@ -175,7 +175,8 @@ class _SpannedCall:
         self._span = span
         self._start_ns = start_ns
         self._model = model
-        self.trace_id = f"{span.get_span_context().trace_id:032x}"
+        context = span.get_span_context()
+        self.trace_id = f"{context.trace_id:032x}" if context.is_valid else ""  # invalid: OTEL_SDK_DISABLED
 
     def end(self, call: CallRecord) -> None:
         from opentelemetry.trace import StatusCode, set_span_in_context  # noqa: PLC0415 - an extra

@@ -196,8 +196,9 @@ class Collector(PrometheusCollector):
         yield histogram("engine_step_tokens", "Tokens that a step computed", lambda one: one.step_tokens)
 
     def _failures(self) -> Iterator[Metric]:
-        failures = [((metric,), count) for metric, count in self._metrics.failures.copy().items()]
-        yield _counter("metric_failures", "Times that keeping or telling a metric has raised", ("metric",), failures)
+        num_failures = sum(self._metrics.failures.copy().values())
+        yield _total("metric_failures", "Times that keeping or telling a metric has raised; the log tells which",
+                     num_failures)  # fmt: skip
 
 
 def _stats(replica: Replica) -> EngineStats:

@@ -23,6 +23,17 @@ DEATH_CAUSES = ("hang", "out_of_memory", "exception", "signal", "exit", "connect
 """Of an engine's death; see `service.death.cause_kind`."""
 REJECTED = "QUEUE_FULL"
 """The reason of calls for which the queue had no room."""
+CALLS_KNOWN = (
+    ("OK", "", "eos"),
+    ("OK", "", "max_tokens"),
+    ("OK", "", "stop_string"),
+    ("RESOURCE_EXHAUSTED", REJECTED, ""),
+    ("UNAVAILABLE", "ENGINE_DEAD", ""),
+    ("INTERNAL", "POISON_REQUEST", ""),
+    ("INTERNAL", "NON_FINITE", ""),
+    ("INTERNAL", "INTERNAL", ""),
+)
+"""Endings that somebody may wait for: their first one must be an increase."""
 
 # Steps of a small model on two cores take 20–200 ms, those of a GPU 5–30; a queue can be minutes long.
 TTFT_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -71,7 +82,7 @@ class Metrics:
         self.decode_s = Histogram(CALL_BOUNDS_S)
         self.call_prompt_tokens = Histogram(TOKENS_BOUNDS)
         self.call_output_tokens = Histogram(TOKENS_BOUNDS)
-        self.calls = Counter(3, known=[("OK", "", "eos"), ("OK", "", "max_tokens")])
+        self.calls = Counter(3, known=CALLS_KNOWN)
         self.rejections = Counter()
         self.deaths = Counter(1, known=[(cause,) for cause in DEATH_CAUSES])
         self.failures: dict[str, int] = {}

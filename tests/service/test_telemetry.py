@@ -125,6 +125,21 @@ async def test_the_environment_refines_and_does_not_switch_on(
     assert {span.resource["service.name"] for span in collector.spans} == {"mine"}
 
 
+async def test_the_sdk_can_be_switched_off(
+    model: Path, log: CapturedLogs, collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OTEL_SDK_DISABLED wins over the flag: nothing is sent, and no line tells a trace of zeros."""
+    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
+    async with running(model, "--otlp-endpoint", collector.endpoint) as run:
+        await rest_of(traced(run, 1, max_tokens=3))
+        await rest_of(run.generate(1, max_tokens=3))
+        await drain(run)
+    assert collector.spans == []
+    inside, outside = log.of("request finished")
+    assert inside["trace_id"] == TRACE_ID
+    assert "trace_id" not in outside
+
+
 async def test_a_death_is_an_event_of_the_trace(model: Path, log: CapturedLogs, collector: Collector) -> None:
     """With the id that the log has of it, and the replay after it."""
     flags = ("--otlp-endpoint", collector.endpoint, "--on-engine-death", "replay", "--max-engine-restarts", "5")
