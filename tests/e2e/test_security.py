@@ -168,8 +168,10 @@ def test_probes_need_neither_certificate_nor_token(guarded: Guarded) -> None:
 class Callers:
     """Threads that call without a pause, each call on a connection of its own, with what is trusted at the moment."""
 
-    def __init__(self, address: str, num_threads: int = 2) -> None:
+    def __init__(self, address: str, calls: dict[str, bytes], num_threads: int = 2) -> None:
+        """`calls`: requests by their methods' paths, made in turn."""
         self._address = address
+        self._calls = list(calls.items())
         self._changed = threading.Condition()
         self._trusted = b""
         self._pairs: list[Pair] = []
@@ -204,10 +206,11 @@ class Callers:
         while not self._is_over:
             with self._changed:
                 pair = self._pairs[self._num_calls[index] % len(self._pairs)]
-                chosen = credentials(self._trusted, pair)
+                path, request = self._calls[self._num_calls[index] // 2 % len(self._calls)]
+                chosen = credentials(self._trusted, pair, TOKENS["chief"])
             with grpc.secure_channel(self._address, chosen, options=CHANNEL_OPTIONS) as channel:
                 try:
-                    Health(channel).check("readiness", HANG_S)
+                    channel.unary_unary(path)(request, timeout=HANG_S)
                 except grpc.RpcError as error:
                     self.failures.append(str(Status.of(error)))
             with self._changed:
@@ -232,7 +235,9 @@ def test_certificates_and_authorities_are_rotated_without_a_failed_call(guarded:
         wait_until(lambda: len(server.events("certificates reloaded")) == num_reloads)
 
     connected = guarded.client("web.test", "chief")
-    callers = Callers(server.address)
+    complete = connected.request(f"{INFERENCE}/Complete", text="Once", **GREEDY)
+    calls = {f"/{INFERENCE}/Complete": complete.SerializeToString(), "/emberline.v1.InfoService/GetLoad": b""}
+    callers = Callers(server.address, calls)
     with connected.health.watch() as watch:
         watch.wait_for("SERVING")
         client = old.client("web.test")
