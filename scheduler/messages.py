@@ -154,9 +154,12 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Forget these requests. Idempotent; unknown ids are ignored. Overtakes queued Submits."""
+    """Forget these. Idempotent; unknown ones are ignored. Overtakes queued Submits."""
 
     request_ids: tuple[int, ...]
+    sequences: tuple[tuple[int, int], ...] = ()
+    """(request, index) of single sequences: they have reached what only the front end can tell, and their siblings go
+    on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,3 +162,8 @@ class Answer:
             delta = self.delta(index, token_ids, logprobs, parts[-1].finish_reason)
             if delta is not None:
                 yield delta
+
+    @property
+    def finished(self) -> list[int]:
+        """The sequences that have ended, by whomever."""
+        return [index for index, sequence in enumerate(self.sequences) if sequence.is_finished]

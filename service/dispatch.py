@@ -128,6 +128,15 @@ class Dispatcher:
             stream.end(make_error)
         return {stream.entry.label for stream in found}
 
+    def end_sequence(self, stream: RequestStream, index: int) -> None:
+        """One of its sequences has all that its reader wants of it."""
+        stream.entry.finished.add(index)
+        if stream.entry.is_finished:
+            self._waiting.pop(stream.request_id, None)  # what is left of it waits for its reader
+        replica = self._replica_of.get(stream.request_id)
+        if replica is not None and replica.engine is not None:
+            replica.engine.client.abort_sequence(stream.request_id, index)
+
     def pause(self, stream: RequestStream) -> None:
         """The stream is full; no more steps for it."""
         replica = self._replica_of.get(stream.request_id)

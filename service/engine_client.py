@@ -94,6 +94,7 @@ class EngineClient:
         self._transport: asyncio.WriteTransport | None = None
         self._decoder = FrameDecoder()
         self._aborts: list[int] = []
+        self._sequence_aborts: list[tuple[int, int]] = []
         self._pauses: dict[int, bool] = {}
         """Streams to be paused (true) or to go on (false), as of the last word on each."""
         self._is_lost = False
@@ -137,9 +138,14 @@ class EngineClient:
         if self._streams.pop(request_id, None) is None or not abort or self._is_lost:
             return
         self._pauses.pop(request_id, None)
-        if not self._aborts:
-            asyncio.get_running_loop().call_soon(self._flush_aborts)
+        self._foresee_aborts()
         self._aborts.append(request_id)
+
+    def abort_sequence(self, request_id: int, index: int) -> None:
+        """Let the engine forget one sequence of a stream; it goes out with the other aborts."""
+        if request_id in self._streams:
+            self._foresee_aborts()
+            self._sequence_aborts.append((request_id, index))
 
     def pause(self, request_id: int) -> None:
         """No more steps for it until `unpause`. Those of one pass of the loop go out as one message, behind whatever
@@ -243,10 +249,16 @@ class EngineClient:
             if request_ids:
                 self._send(make(request_ids))
 
+    def _foresee_aborts(self) -> None:
+        if not self._aborts and not self._sequence_aborts:
+            asyncio.get_running_loop().call_soon(self._flush_aborts)
+
     def _flush_aborts(self) -> None:
-        aborts, self._aborts = self._aborts, []
+        abort = Abort(tuple(self._aborts), tuple(self._sequence_aborts))
+        self._aborts.clear()
+        self._sequence_aborts.clear()
         if not self._is_lost:
-            self._send(Abort(tuple(aborts)))
+            self._send(abort)
 
     def _send(self, message: Submit | Abort | Pause | Unpause | Shutdown) -> None:
         if self._write(message):

@@ -113,6 +113,9 @@ class InferenceServicer:
         if answer.is_finished:
             # Nothing is needed of the engine any more, however slowly the rest is read.
             stream.close(is_done=True)
+        else:
+            for index in answer.finished:
+                stream.end_sequence(index)  # news to the engine if a stop string ended it
         return deltas
 
     async def Complete(  # noqa: N802 - the protocol's name

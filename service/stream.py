@@ -45,6 +45,9 @@ class StreamOwner(Protocol):
     def leave(self, stream: RequestStream, *, is_over: bool, is_done: bool) -> None:
         """The reader leaves, or its time is up."""
 
+    def end_sequence(self, stream: RequestStream, index: int) -> None:
+        """Nothing more is wanted of one sequence, while others go on."""
+
     def pause(self, stream: RequestStream) -> None: ...
 
     def unpause(self, stream: RequestStream) -> None: ...
@@ -144,6 +147,11 @@ class RequestStream:
         if not self.is_over:
             self._make_error = make_error
             self._wake.set()
+
+    def end_sequence(self, index: int) -> None:
+        """One sequence has reached what only its reader can tell, and the engine need not go on with it. Idempotent."""
+        if not self.is_over and index not in self.entry.finished:
+            self._owner.end_sequence(self, index)
 
     def close(self, *, is_done: bool = False) -> None:
         """Leave: the engine forgets the request unless it has ended there. `is_done`: its reader has all there will be,

@@ -212,6 +212,7 @@ class EngineCore:
                     self._queue_times.arrived(message.request_id)
                 case Abort():
                     aborted.update(message.request_ids)
+                    self._scheduler.abort_sequences(message.sequences)
                 case Pause():
                     self._pauses_waiting.update(dict.fromkeys(message.request_ids, True))
                 case Unpause():

@@ -120,11 +120,11 @@ def _load(config: GuideCompilerConfig) -> Callable[[GuideSource, Callable[[], bo
     """Imports and vocabulary: most of this process's memory, and a second or two."""
     # Only now: an interpreter that lacks them can still tell so.
     from scheduler.model.guided.compiler import compile_guide  # noqa: PLC0415 - see above
-    from scheduler.model.guided.vocabulary import read_vocabulary, tokenizer_info  # noqa: PLC0415 - see above
+    from scheduler.model.guided.vocabulary import Vocabularies, read_vocabulary  # noqa: PLC0415 - see above
 
     vocabulary = read_vocabulary(config.model, config.revision, config.vocab_size)
-    info = tokenizer_info(vocabulary, config.eos_token_ids)
-    return lambda source, has_warned: compile_guide(source, info, has_warned)
+    vocabularies = Vocabularies(vocabulary, config.eos_token_ids)
+    return lambda source, has_warned: compile_guide(source, vocabularies, has_warned)
 
 
 class _Foreman:

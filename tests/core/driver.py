@@ -40,6 +40,11 @@ class SequenceAnswer:
     token_ids: list[int] = field(default_factory=list)
     outputs: list[SequenceOutput] = field(default_factory=list)
     end: FinishReason | None = None
+    is_aborted: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        return self.is_aborted or self.end is not None
 
 
 @dataclass
@@ -57,7 +62,7 @@ class Answer:
 
     @property
     def is_over(self) -> bool:
-        is_finished = all(sequence.end is not None for sequence in self.sequences.values())
+        is_finished = all(sequence.is_over for sequence in self.sequences.values())
         return self.is_aborted or self.failure is not None or is_finished
 
     @property
@@ -84,7 +89,7 @@ class Answer:
         return {
             index: sequence.num_resumed_tokens + len(sequence.token_ids)
             for index, sequence in self.sequences.items()
-            if sequence.end is None
+            if not sequence.is_over
         }
 
 
@@ -126,6 +131,16 @@ class Driver:
             answer = self.answers.get(request_id)
             if answer is not None and not answer.is_over:
                 answer.is_aborted = True
+        self.check_invariants()
+
+    def end_sequences(self, *sequences: tuple[int, int]) -> None:
+        """Abort single sequences, by request and index."""
+        self.scheduler.abort_sequences(sequences)
+        for request_id, index in sequences:
+            answer = self.answers.get(request_id)
+            if answer is not None and not answer.is_over and index in answer.sequences:
+                sequence = answer.sequences[index]
+                sequence.is_aborted = sequence.end is None
         self.check_invariants()
 
     def expire(self, *request_ids: int) -> None:
@@ -224,7 +239,7 @@ class Driver:
             for index, sequence in answer.sequences.items():
                 token_ids, end = self.expected(request_id, index)
                 assert tuple(sequence.token_ids) == token_ids[: len(sequence.token_ids)]
-                is_cut = answer.is_aborted or answer.failure is FailureKind.QUEUE_TIMEOUT
+                is_cut = answer.is_aborted or sequence.is_aborted or answer.failure is FailureKind.QUEUE_TIMEOUT
                 if sequence.end is not None or (len(answer.sequences) == 1 and not is_cut):
                     assert (tuple(sequence.token_ids), sequence.end or answer.failure) == (token_ids, end)
                 ends.add(end)
@@ -237,7 +252,7 @@ class Driver:
         answer = self.answers[output.request_id]
         sequence = answer.sequences[output.index]
         assert not answer.is_over, f"an output for request {output.request_id} after its end"
-        assert sequence.end is None, f"an output for sequence {output.index} after its end"
+        assert not sequence.is_over, f"an output for sequence {output.index} after its end"
         assert (output.num_cached_tokens is None) == bool(sequence.outputs), "the first output, and no other, tells it"
         assert output.num_cached_tokens is None or output.num_cached_tokens <= len(answer.submit.prompt_token_ids)
         wants_logprobs = answer.submit.sampling.num_logprobs is not None

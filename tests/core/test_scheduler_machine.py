@@ -148,6 +148,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.driver.vacate()
         self.driver.confine(self.next_request_id - position for position in positions)
 
+    @rule(position=st.integers(-1, 8), indexes=st.lists(st.integers(0, 5), min_size=1, max_size=3))
+    def end_sequences(self, position: int, indexes: list[int]) -> None:
+        self.driver.end_sequences(*((self.next_request_id - position, index) for index in indexes))
+
     @rule(positions=st.lists(st.integers(-1, 8), min_size=1, max_size=4))
     def pause(self, positions: list[int]) -> None:
         self.driver.pause(*(self.next_request_id - position for position in positions))

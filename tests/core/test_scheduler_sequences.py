@@ -148,6 +148,25 @@ def test_an_abort_ends_all() -> None:
     assert driver.runner.seq_ids <= {5}
 
 
+def test_one_sequence_may_be_forgotten_while_the_others_go_on() -> None:
+    """Its blocks are free at once, the shared ones stay; whoever waited for what it was computing does so itself."""
+    driver = Driver(make_config(max_num_batched_tokens=8))
+    answer = driver.submit(several(1, range(22), 3, max_tokens=6, cache_bypass=True))
+    driver.step()
+    driver.end_sequences((1, 0), (1, 7), (9, 0))
+    assert driver.scheduler.num_output_tokens(1) == {1: 0, 2: 0}
+    for _ in range(4):
+        driver.step()
+    num_used = driver.scheduler.stats().num_used_kv_blocks
+    driver.end_sequences((1, 2))
+    assert driver.scheduler.stats().num_used_kv_blocks == num_used - 1
+    driver.run()
+    driver.check_answers()
+    assert len(answer.sequences[1].token_ids) == 6
+    assert driver.scheduler.stats().num_used_kv_blocks == 0
+    assert not driver.scheduler.has_work
+
+
 def test_a_failure_of_one_is_the_failure_of_all() -> None:
     """Where one sequence's logits are no numbers the request fails once, and what they computed is found by nobody."""
     poison = 49

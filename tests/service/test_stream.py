@@ -27,6 +27,10 @@ class Notes:
     def leave(self, stream: RequestStream, *, is_over: bool, is_done: bool) -> None:
         self.told.append(f"leave over={is_over} done={is_done}")
 
+    def end_sequence(self, stream: RequestStream, index: int) -> None:
+        stream.entry.finished.add(index)
+        self.told.append(f"end {index}")
+
     def pause(self, stream: RequestStream) -> None:
         self.told.append("pause")
 
