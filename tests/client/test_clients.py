@@ -461,12 +461,13 @@ def test_leaving_a_stream_cancels_the_call(leave: Callable[[FakeServer], None]) 
 @BOTH
 def test_closing_while_a_stream_waits_to_go_on(kind: str) -> None:
     """Between two attempts there is no call to cancel: the pause itself ends, and no other attempt is made."""
-    end = End(CODES.UNAVAILABLE, "DRAINING", pushback_ms=60_000)
+    end = End(CODES.UNAVAILABLE, "DRAINING", pushback_ms=3_600_000)
+    patient = Resume(outage_s_max=7200.0)
     with FakeServer(Attempt(1, end)) as server:
 
         async def scenario() -> None:
             async with AsyncClient(server.address) as client:
-                stream = client.generate("x", resume=True)
+                stream = client.generate("x", resume=patient)
                 task = asyncio.ensure_future(stream.answer())
                 await asyncio.to_thread(until, lambda: stream.num_resumes == 1)
                 stream.close()
@@ -477,7 +478,7 @@ def test_closing_while_a_stream_waits_to_go_on(kind: str) -> None:
             asyncio.run(asyncio.wait_for(scenario(), LIMIT_S))
         else:
             with Client(server.address) as client:
-                stream = client.generate("x", resume=True)
+                stream = client.generate("x", resume=patient)
                 closer = threading.Thread(target=lambda: (until(lambda: stream.num_resumes == 1), stream.close()))
                 closer.start()
                 with pytest.raises(errors.RequestCancelledError):
