@@ -38,6 +38,7 @@ from scheduler.messages import (
     Ready,
     RequestFailure,
     SequenceOutput,
+    SequenceStart,
     Shutdown,
     StandingBy,
     StepOutputs,
@@ -67,9 +68,9 @@ class Trigger(IntEnum):
     """Idle, and deaf to every later message."""
 
 
-def tokens_of(prompt: tuple[int, ...], num_tokens: int) -> list[int]:
+def tokens_of(prompt: tuple[int, ...], num_tokens: int, index: int = 0) -> list[int]:
     """What the fake answers: printable ASCII, as a byte-level tokenizer sees it."""
-    return [(sum(prompt) + 7 * position) % 90 for position in range(num_tokens)]
+    return [(sum(prompt) + 7 * position + 11 * index) % 90 for position in range(num_tokens)]
 
 
 def prompt_logprobs_of(submit: Submit) -> PromptLogprobs:
@@ -90,7 +91,8 @@ class FakeEngine:
         self._flight = flight
         self._step_s = step_s
         self._decoder = FrameDecoder()
-        self._running: dict[int, tuple[Submit, int]] = {}
+        self._running: dict[tuple[int, int], tuple[Submit, SequenceStart, int]] = {}
+        """(request, index) → where the sequence began, and how many output tokens it has."""
         self._paused: set[int] = set()
         self._silent: dict[int, float] = {}
         """Those that get no step, and when they expire."""
@@ -148,19 +150,26 @@ class FakeEngine:
     def take(self, message: object) -> None:
         match message:
             case Submit():
-                self._running[message.request_id] = (message, len(message.sequences[0].resume_token_ids))
+                for start in message.sequences:
+                    place = len(start.resume_token_ids)
+                    self._running[message.request_id, start.index] = (message, start, place)
                 if message.prompt_token_ids[0] in set(Trigger):
                     self.misbehave(Trigger(message.prompt_token_ids[0]), message)
             case Abort():
                 for request_id in message.request_ids:
-                    self._running.pop(request_id, None)
+                    self._forget(request_id)
                     self._silent.pop(request_id, None)
+                for key in message.sequences:
+                    self._running.pop(key, None)
             case Pause():
                 self._paused.update(message.request_ids)
             case Unpause():
                 self._paused.difference_update(message.request_ids)
             case Shutdown():
                 self._is_over = True
+
+    def _forget(self, request_id: int) -> None:
+        self._running = {key: one for key, one in self._running.items() if key[0] != request_id}
 
     def begin_step(self, request_ids: list[int]) -> None:
         self._step_id += 1
@@ -169,7 +178,7 @@ class FakeEngine:
 
     def misbehave(self, trigger: Trigger, submit: Submit) -> None:
         is_alone = submit.alone_until > len(submit.sequences[0].resume_token_ids)
-        self.begin_step([submit.request_id] if is_alone else list(self._running))
+        self.begin_step([submit.request_id] if is_alone else [request_id for request_id, _ in self._running])
         match trigger:
             case Trigger.EXIT_ZERO:
                 os._exit(0)
@@ -187,10 +196,10 @@ class FakeEngine:
                 self._connection.shutdown(socket.SHUT_RDWR)
                 time.sleep(60)
             case Trigger.NON_FINITE:
-                del self._running[submit.request_id]
+                self._forget(submit.request_id)
                 self._failures.append(RequestFailure(submit.request_id, FailureKind.NON_FINITE))
             case Trigger.SILENT:
-                del self._running[submit.request_id]
+                self._forget(submit.request_id)
                 if submit.queue_timeout_s is not None:
                     self._silent[submit.request_id] = time.monotonic() + submit.queue_timeout_s
             case Trigger.STOP_READING:
@@ -210,41 +219,41 @@ class FakeEngine:
         for request_id in [one for one, until_s in self._silent.items() if time.monotonic() >= until_s]:
             del self._silent[request_id]
             self._failures.append(RequestFailure(request_id, FailureKind.QUEUE_TIMEOUT))
-        batch = [one for one in self._running.items() if one[0] not in self._paused]
-        alone = [one for one in batch if one[1][1] < one[1][0].alone_until]
+        batch = [one for one in self._running.items() if one[0][0] not in self._paused]
+        alone = [one for one in batch if one[1][2] < one[1][0].alone_until]
         batch = alone[:1] or batch
-        self.begin_step([request_id for request_id, _ in batch])
-        for request_id, (submit, position) in batch:
-            if submit.sequences[0].resume_token_ids and position == len(submit.sequences[0].resume_token_ids):
+        self.begin_step([request_id for (request_id, _), _ in batch])
+        for (request_id, index), (submit, start, position) in batch:
+            is_first = position == len(start.resume_token_ids)
+            if start.resume_token_ids and is_first:
                 over = finish_reason_after(
-                    submit.sequences[0].resume_token_ids[-1],
+                    start.resume_token_ids[-1],
                     num_prompt_tokens=len(submit.prompt_token_ids),
                     num_tokens=len(submit.prompt_token_ids) + position,
                     stopping=submit.stopping,
                     max_model_len=MAX_MODEL_LEN,
                 )
                 if over is not None:
-                    outputs.append(SequenceOutput(request_id, 0, (), finish_reason=over, num_cached_tokens=0))
-                    del self._running[request_id]
+                    outputs.append(SequenceOutput(request_id, index, (), finish_reason=over, num_cached_tokens=0))
+                    del self._running[request_id, index]
                     continue
             prompt_logprobs = None
-            is_first = position == len(submit.sequences[0].resume_token_ids)
-            if is_first and submit.sampling.num_prompt_logprobs is not None:
+            if is_first and index == 0 and submit.sampling.num_prompt_logprobs is not None:
                 prompt_logprobs = prompt_logprobs_of(submit)
             if submit.stopping.max_tokens == 0:
                 end = FinishReason.MAX_TOKENS
-                outputs.append(SequenceOutput(request_id, 0, (), None, end, 0, prompt_logprobs))
-                del self._running[request_id]
+                outputs.append(SequenceOutput(request_id, index, (), None, end, 0, prompt_logprobs))
+                del self._running[request_id, index]
                 continue
-            token_id = tokens_of(submit.prompt_token_ids, position + 1)[position]
+            token_id = tokens_of(submit.prompt_token_ids, position + 1, index)[position]
             is_last = position + 1 >= submit.stopping.max_tokens
             cached = 0 if is_first else None
             reason = FinishReason.MAX_TOKENS if is_last else None
-            outputs.append(SequenceOutput(request_id, 0, (token_id,), None, reason, cached, prompt_logprobs))
+            outputs.append(SequenceOutput(request_id, index, (token_id,), None, reason, cached, prompt_logprobs))
             if is_last:
-                del self._running[request_id]
+                del self._running[request_id, index]
             else:
-                self._running[request_id] = (submit, position + 1)
+                self._running[request_id, index] = (submit, start, position + 1)
         stats = EngineStats(
             num_running=len(self._running), num_used_kv_blocks=len(self._running), num_kv_blocks=NUM_KV_BLOCKS
         )

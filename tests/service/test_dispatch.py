@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 
-from scheduler.messages import Phase, Submit
+from scheduler.messages import Phase, SequenceStart, Submit
 from service.blame import Blame
 from service.errors import EngineDeadError, PoisonRequestError
 from tests.service.fake_engine import Trigger, tokens_of
@@ -27,6 +28,32 @@ async def test_replayed_streams_go_on_where_they_were(log: CapturedLogs) -> None
         (record,) = log.of("fatal error")
         assert (record["num_streams_replayed"], record["num_streams_ended"]) == (8, 0)
         assert len(run.journal) == 0
+
+
+async def test_each_sequence_of_a_replayed_stream_goes_on_where_it_was(log: CapturedLogs) -> None:
+    """Of three sequences one has finished before the death: it is not computed again, and the others lose and repeat
+    nothing, each under its own index."""
+    async with rig(flags={"step_s": 0.005}, max_restarts=9) as run:
+        starts = (SequenceStart(0), SequenceStart(1, (3,) * 56), SequenceStart(2))
+        stream = run.generate(replace(submit(1, 5, 6, max_tokens=60), sequences=starts), replay=True)
+        outputs = []
+        while not stream.entry.finished:
+            outputs += await stream.next()
+        os.kill(run.engine.pid, signal.SIGKILL)
+        while len(stream.entry.finished) < 3:
+            outputs += await stream.next()
+        outputs += await stream.next()
+        token_ids = {
+            index: [token_id for output in outputs if output.index == index for token_id in output.new_token_ids]
+            for index in range(3)
+        }
+        assert token_ids == {
+            0: tokens_of((5, 6), 60, 0),
+            1: tokens_of((5, 6), 60, 1)[56:],
+            2: tokens_of((5, 6), 60, 2),
+        }
+        assert stream.entry.sent is not None
+        assert [start.index for start in stream.entry.sent.sequences] == [0, 2]
 
 
 async def test_a_stream_may_ask_for_replay_on_its_own(log: CapturedLogs) -> None:

@@ -66,6 +66,29 @@ async def test_a_stop_string_ends_the_request_in_the_engine(model: Path, log: Ca
     assert deltas[-1].usage.completion == 23
 
 
+async def test_a_stop_string_ends_one_sequence_and_not_its_siblings(model: Path, log: CapturedLogs) -> None:
+    """The engine goes on with the others alone; usage counts what each was given, and comes with the last of them."""
+    texts = [text_of(model, tokens_of((1, 2), 40, index)) for index in range(3)]
+    stop = texts[1][5:9]
+    expected = [text.split(stop)[0] for text in texts]
+    assert [len(text) for text in expected] != [40] * 3
+    async with running(model) as run:
+        stopping = inference_pb2.StoppingOptions(max_tokens=40, stop_strings=[stop])
+        sampling = inference_pb2.SamplingOptions(n=3)
+        told = mock.Mock(wraps=run.server._backend.dispatcher.end_sequence)
+        with mock.patch.object(run.server._backend.dispatcher, "end_sequence", told):
+            deltas = [delta async for delta in run.generate(1, 2, stopping=stopping, sampling=sampling)]
+        await run.wait_idle()
+    given = ["".join(delta.text for delta in deltas if delta.index == index) for index in range(3)]
+    assert given == expected
+    assert sorted(delta.index for delta in deltas if delta.HasField("finish")) == [0, 1, 2]
+    assert [delta.HasField("usage") for delta in deltas] == [False] * (len(deltas) - 1) + [True]
+    num_tokens = sum(len(text) + (4 if len(text) < 40 else 0) for text in expected)
+    assert deltas[-1].usage.completion == num_tokens
+    ended = {call.args[1] for call in told.call_args_list}
+    assert 1 in ended
+
+
 async def test_resumed_tokens_are_not_sent_again(model: Path, log: CapturedLogs) -> None:
     """A resumed stream sends what would have followed; one that had reached max_tokens ends at once."""
     tokens = tokens_of((1, 2), 10)
