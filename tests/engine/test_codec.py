@@ -62,7 +62,7 @@ MESSAGES: list[Message] = [
         guide=b"\x78\x01\x00",
         alone_until=4,
     ),
-    Abort((1, 2, 3)),
+    Abort((1, 2, 3), ((4, 1), (4, 2))),
     Shutdown(),
     Activate(),
     Activate(device_index=3),

@@ -29,7 +29,7 @@ from scheduler.engine.containment import (
 )
 from scheduler.engine.engine_core import EngineCore
 from scheduler.flight_record import StepShape
-from scheduler.messages import Abort, FailureKind, Phase, StepOutputs, Submit
+from scheduler.messages import Abort, FailureKind, Pause, Phase, SequenceStart, StepOutputs, Submit, Unpause
 from tests.core.failing_runner import FailingRunner
 from tests.fakes import FakeClock, make_submit, reference_output
 
@@ -72,7 +72,10 @@ class World:
         self.inbox: list[Message] = []
         self.core = EngineCore(self.scheduler, self.runner, self._receive, NoRecorder(), FakeClock())
         self.submits: dict[int, Submit] = {}
+        self.sequences: dict[tuple[int, int], list[int]] = {}
+        """(request, index) → tokens."""
         self.tokens: dict[int, list[int]] = {}
+        """Request → those of its first sequence."""
         self.failures: dict[int, FailureKind] = {}
         self.aborted: set[int] = set()
         self.plans: list[StepPlan] = []
@@ -98,7 +101,9 @@ class World:
     def submit(self, submits: Iterable[Submit]) -> None:
         for submit in submits:
             self.submits[submit.request_id] = submit
-            self.tokens[submit.request_id] = []
+            for start in submit.sequences:
+                self.sequences[submit.request_id, start.index] = []
+            self.tokens[submit.request_id] = self.sequences[submit.request_id, submit.sequences[0].index]
             self.inbox.append(submit)
 
     def abort(self, request_id: int) -> None:
@@ -122,9 +127,11 @@ class World:
     def check(self, failed: Collection[int] = ()) -> None:
         """Everybody but the aborted ended exactly as alone, and `failed` badly; nothing is held, nobody is known."""
         assert set(self.failures) == set(failed)
-        for request_id, submit in self.submits.items():
-            expected, _ = reference_output(submit, vocab_size=VOCAB_SIZE, max_model_len=self.max_model_len)
-            got = tuple(self.tokens[request_id])
+        for (request_id, index), token_ids in self.sequences.items():
+            expected, _ = reference_output(
+                self.submits[request_id], index, vocab_size=VOCAB_SIZE, max_model_len=self.max_model_len
+            )
+            got = tuple(token_ids)
             if request_id in self.failures or request_id in self.aborted:
                 assert got == expected[: len(got)]
             else:
@@ -139,7 +146,7 @@ class World:
     def _take(self, said: StepOutputs) -> None:
         for output in said.outputs:
             assert output.request_id not in self.failures
-            self.tokens[output.request_id] += output.new_token_ids
+            self.sequences[output.request_id, output.index] += output.new_token_ids
         for failure in said.failures:
             assert failure.request_id not in self.failures, "failed twice"
             self.failures[failure.request_id] = failure.kind
@@ -188,6 +195,51 @@ def test_a_request_that_raises_at_its_kth_token_keeps_the_ones_before(num_tokens
     world.run()
     world.check(failed={5})
     assert len(world.tokens[5]) == num_tokens
+
+
+@pytest.mark.parametrize("max_num_seqs", [8, 3])
+def test_one_bad_sequence_is_the_end_of_its_request_alone(max_num_seqs: int) -> None:
+    """Of four sequences the third makes its steps raise at its second token: its request fails once, siblings and all,
+    and everybody else, another request of several sequences included, gets exactly its tokens."""
+    world = World(max_num_seqs=max_num_seqs)
+    starts = tuple(SequenceStart(index) for index in range(4))
+    bad = replace(make_submit(5, range(7), max_tokens=20), sequences=starts)
+    (begin, *_), _ = reference_output(bad, 2, vocab_size=VOCAB_SIZE, max_model_len=world.max_model_len)
+
+    def is_failing(plan: StepPlan) -> bool:
+        return any(ids[:8] == (*range(7), begin) for ids in world.token_ids_in(plan).values())
+
+    world.fail_when(is_failing, lambda: ValueError("bad"))
+    good = replace(make_submit(6, range(60, 69), max_tokens=9), sequences=starts[1:])
+    world.submit([*innocents(range(1, 4)), bad, good, *innocents(range(7, 9))])
+    world.run()
+    world.check(failed={5})
+    assert world.failures[5] is FailureKind.STEP_FAILED
+
+
+@pytest.mark.parametrize("when", ["before", "during"])
+def test_a_paused_request_holds_up_no_isolation(when: str) -> None:
+    """A suspect whose reader falls behind while requests are isolated goes on until that is over, and is paused then;
+    one that was paused before is none of it. Either goes on when it is told to."""
+    world = World()
+    world.fail_when(lambda plan: holds(world, plan, POISON_IDS[:1]), lambda: ValueError("bad"))
+    world.submit(innocents(range(1, 5), max_tokens=30))
+    for _ in range(3):
+        world.step()
+    if when == "before":
+        world.inbox.append(Pause((2,)))
+        world.step()
+    world.submit([make_submit(99, [POISON_IDS[0]])])
+    world.step()
+    if when == "during":
+        world.inbox.append(Pause((2,)))
+    world.run(200)
+    assert world.failures == {99: FailureKind.STEP_FAILED}
+    assert 3 <= len(world.tokens[2]) < 30
+    assert all(len(world.tokens[request_id]) == 30 for request_id in (1, 3, 4))
+    world.inbox.append(Unpause((2,)))
+    world.run()
+    world.check(failed={99})
 
 
 def test_requests_outside_the_failed_step_wait_and_lose_nothing() -> None:
