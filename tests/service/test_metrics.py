@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -24,13 +25,15 @@ from scheduler.flight_record import FlightRecord
 from scheduler.messages import EngineFailed, EngineStats, Phase, SequenceOutput, StepOutputs
 from service.call_record import CallRecord, Timeline
 from service.death import Death, cause_kind
+from service.dispatch import Dispatcher
 from service.engine_client import EngineClient
 from service.exit import ExitCode
-from service.journal import JournalEntry
+from service.journal import Journal, JournalEntry
 from service.metrics import exporter
 from service.metrics.exporter import CONNECTIONS_MAX, MetricsExporter
 from service.metrics.instruments import LABEL_SETS_MAX, Counter, Histogram
 from service.metrics.recorder import DEATH_CAUSES, Metrics
+from service.replica import Replica
 from service.stream import RequestStream
 from tests.service.fake_engine import Trigger
 from tests.service.front_end import CANARY, error_of, rest_of, running
@@ -214,6 +217,21 @@ def test_a_death_is_of_one_kind(died: Death, process: DeadProcess, cause: str) -
 class Nobody:
     def __getattr__(self, name: str) -> Any:
         return lambda *_, **__: None
+
+
+def test_the_time_between_tokens_is_between_steps() -> None:
+    """Two sequences of one call get their tokens in one step: that is no interval of zero, but none at all."""
+    metrics, client = Metrics(), EngineClient(Nobody())
+    dispatcher = Dispatcher(Journal(), Nobody(), Nobody(), Nobody(), metrics=metrics)
+    stream = RequestStream(JournalEntry(submit(1, 5)), Nobody())
+    replica = Replica(0, engine=SimpleNamespace(client=client))  # type: ignore[arg-type] # all that is asked of it
+    for now_s in (1.0, 1.5, 3.5):
+        client.step_taken_s = now_s
+        dispatcher._note_output(replica, stream, 1)
+        dispatcher._note_output(replica, stream, 1)
+    assert (metrics.between_tokens_s.buckets()[-1], metrics.between_tokens_s.total) == (2, 2.5)
+    assert (stream.timeline.first_output_s, stream.timeline.last_output_s) == (1.0, 3.5)
+    assert dispatcher._totals.num_generated_tokens == 6
 
 
 async def test_a_calls_wait_in_its_engine_is_that_of_its_first_attempt() -> None:
