@@ -24,6 +24,7 @@ import xgrammar
 
 from scheduler.guide_messages import GuideKind, GuideOutcome, GuideSource
 from scheduler.model.guided.json_schema import keywords_not_enforced
+from scheduler.model.guided.vocabulary import JSON_FORM, TEXT_FORM, Vocabularies
 
 SERIALISED_BYTES_MAX = 4 * 1024 * 1024
 """Of a compiled guide. The engine reads such a one in some 70 ms, within its loop."""
@@ -31,6 +32,7 @@ REHEARSAL_TOKENS = 48
 MASK_S_MAX = 0.1
 """CPU time that one token of one guide may take; usual ones take 0.1 ms."""
 COMPRESSION_LEVEL = 1
+_JSON_KINDS = (GuideKind.JSON_SCHEMA, GuideKind.JSON_OBJECT)
 _ANY_OBJECT = '{"type": "object", "additionalProperties": true}'
 _OUT_OF_MEMORY_TEXTS = ("bad_alloc", "length_error", "cannot create std::")
 """What the C++ library says in a plain RuntimeError."""
@@ -45,18 +47,20 @@ class GuideRefusedError(Exception):
         self.what = what
 
 
-def compile_guide(source: GuideSource, info: xgrammar.TokenizerInfo, has_warned: Callable[[], bool]) -> bytes:
-    """What `matcher.py` reads.
+def compile_guide(source: GuideSource, vocabularies: Vocabularies, has_warned: Callable[[], bool]) -> bytes:
+    """What `matcher.py` reads: the form's one letter, then the compiled grammar, compressed.
 
     Args:
         source: Within the limits on its size.
-        info: Of the model.
+        vocabularies: Of the model.
         has_warned: Whether the library has written anything to stderr, which is how it tells that it leaves out a part
             of what it was asked for.
 
     Raises:
         GuideRefusedError: with the reason.
     """
+    form = JSON_FORM if source.kind in _JSON_KINDS else TEXT_FORM
+    info = vocabularies.info(form)
     compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
     if source.kind is GuideKind.JSON_SCHEMA:
         _check_schema(source.text)
@@ -75,7 +79,7 @@ def compile_guide(source: GuideSource, info: xgrammar.TokenizerInfo, has_warned:
     if len(serialised) > SERIALISED_BYTES_MAX:
         raise GuideRefusedError(GuideOutcome.SIZE)
     _rehearse(compiled, info)
-    return zlib.compress(serialised, COMPRESSION_LEVEL)
+    return form + zlib.compress(serialised, COMPRESSION_LEVEL)
 
 
 def _check_schema(text: str) -> None:

@@ -152,26 +152,26 @@ class GuideReader:
         self._revision = revision
         self._vocab_size = vocab_size
         self._vocabulary: list[bytes] | None = None
-        self._info: tuple[tuple[int, ...], Any] | None = None
+        self._vocabularies: tuple[tuple[int, ...], Any] | None = None
 
     def read(self, guide: bytes, eos_token_ids: tuple[int, ...]) -> Any:
         """The compiled grammar. Raises whatever is wrong with the bytes, or with the model's files."""
         import xgrammar  # noqa: PLC0415 - see above
 
         unpacker = zlib.decompressobj()
-        serialised = unpacker.decompress(guide, GUIDE_BYTES_MAX)
+        serialised = unpacker.decompress(guide[1:], GUIDE_BYTES_MAX)
         if not unpacker.eof:
             raise ValueError("a compiled guide is cut short, or too long")
-        return xgrammar.CompiledGrammar.deserialize_json(serialised.decode(), self._info_for(eos_token_ids))
+        return xgrammar.CompiledGrammar.deserialize_json(serialised.decode(), self._info(guide[:1], eos_token_ids))
 
-    def _info_for(self, eos_token_ids: tuple[int, ...]) -> Any:
-        from scheduler.model.guided.vocabulary import read_vocabulary, tokenizer_info  # noqa: PLC0415 - see above
+    def _info(self, form: bytes, eos_token_ids: tuple[int, ...]) -> Any:
+        from scheduler.model.guided.vocabulary import Vocabularies, read_vocabulary  # noqa: PLC0415 - see above
 
         if self._vocabulary is None:
             self._vocabulary = read_vocabulary(self._model, self._revision, self._vocab_size)
-        if self._info is None or self._info[0] != eos_token_ids:  # a server has one set of them
-            self._info = eos_token_ids, tokenizer_info(self._vocabulary, eos_token_ids)
-        return self._info[1]
+        if self._vocabularies is None or self._vocabularies[0] != eos_token_ids:  # a server has one set of them
+            self._vocabularies = eos_token_ids, Vocabularies(self._vocabulary, eos_token_ids)
+        return self._vocabularies[1].info(form)
 
 
 class _XGrammarGuide:

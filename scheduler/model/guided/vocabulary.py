@@ -16,6 +16,8 @@ from typing import Any
 import xgrammar
 from transformers import PreTrainedTokenizerFast
 
+TEXT_FORM, JSON_FORM = b"T", b"J"
+FIRST_PRINTABLE = 0x20
 CHECKED_TOKENS = 1024
 """Of a vocabulary, spread over it."""
 
@@ -67,6 +69,13 @@ def _text(token: bytes) -> str | None:
         return None  # a part of a character, which the tokenizer alone would write as U+FFFD
 
 
+def for_json(vocabulary: Sequence[bytes]) -> list[bytes]:
+    """Without the tokens that hold a control character: JSON on one line has none, but in a string that only has
+    to match a pattern such as `[^a]` xgrammar would let it stand as it is.
+    """
+    return [b"" if token and min(token) < FIRST_PRINTABLE else token for token in vocabulary]
+
+
 def tokenizer_info(vocabulary: Sequence[bytes], eos_token_ids: Sequence[int]) -> xgrammar.TokenizerInfo:
     """What xgrammar compiles for and matches with. `eos_token_ids`: at least one."""
     return xgrammar.TokenizerInfo(
@@ -75,3 +84,17 @@ def tokenizer_info(vocabulary: Sequence[bytes], eos_token_ids: Sequence[int]) ->
         vocab_size=len(vocabulary),
         stop_token_ids=list(eos_token_ids),
     )
+
+
+class Vocabularies:
+    """One model's vocabulary, as guides of each form see it."""
+
+    def __init__(self, vocabulary: Sequence[bytes], eos_token_ids: Sequence[int]) -> None:
+        self._info = {
+            TEXT_FORM: tokenizer_info(vocabulary, eos_token_ids),
+            JSON_FORM: tokenizer_info(for_json(vocabulary), eos_token_ids),
+        }
+
+    def info(self, form: bytes) -> xgrammar.TokenizerInfo:
+        """Of `TEXT_FORM` or `JSON_FORM`. Raises KeyError for another."""
+        return self._info[form]

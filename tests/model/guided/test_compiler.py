@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 
+import numpy as np
 import pytest
 import xgrammar
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from scheduler.guide_messages import GuideKind, GuideOutcome, GuideSource
 from scheduler.model.guided import compiler
 from scheduler.model.guided.compiler import GuideRefusedError, compile_guide
-from tests.model.guided.vocabularies import TOKENS, compiled, info
+from tests.model.guided.vocabularies import TOKENS, compiled, vocabularies
 
 # An alphabet where escaping can go wrong: quotes, brackets, backslashes and what stands behind them.
 HARD = st.text(st.sampled_from('"\\[]()|*u0041nx{}-^ aé'), min_size=1, max_size=6)
@@ -29,7 +30,8 @@ def refusal(kind: GuideKind, text: str) -> GuideOutcome:
 
 def accepts(guide: bytes, text: str) -> bool:
     """Whether the guide takes the text, and could end there."""
-    grammar = xgrammar.CompiledGrammar.deserialize_json(zlib.decompress(guide).decode(), info())
+    info = vocabularies().info(guide[:1])
+    grammar = xgrammar.CompiledGrammar.deserialize_json(zlib.decompress(guide[1:]).decode(), info)
     matcher = xgrammar.GrammarMatcher(grammar)
     byte_ids = [TOKENS.index(bytes([byte])) for byte in text.encode()]
     return all(matcher.accept_token(token_id) for token_id in byte_ids) and matcher.accept_token(2)
@@ -53,6 +55,27 @@ def test_json_is_written_on_one_line() -> None:
     assert accepts(guide, '{"a": 12}')
     assert not accepts(guide, '{"a":  12}')
     assert not accepts(guide, '{"b": 12}')
+
+
+@pytest.mark.parametrize("pattern", ["^[^x]{1,3}$", "^.{1,3}$", "^(a|\\S)+$"])
+def test_json_has_no_control_characters(pattern: str) -> None:
+    """Not even where the pattern of a string would let them be: JSON would not."""
+    guide = compiled(GuideKind.JSON_SCHEMA, json.dumps({"type": "string", "pattern": pattern}))
+    assert accepts(guide, '"a~"')
+    for token_id in (TOKENS.index(b"\n"), TOKENS.index(b"a\x01")):
+        assert token_id not in walk(guide, '"')
+    assert TOKENS.index(b"\n") in walk(compiled(GuideKind.REGEX, "[^x]+"), "a"), "text may have them"
+
+
+def walk(guide: bytes, text: str) -> list[int]:
+    """What may come after the text."""
+    info = vocabularies().info(guide[:1])
+    grammar = xgrammar.CompiledGrammar.deserialize_json(zlib.decompress(guide[1:]).decode(), info)
+    matcher = xgrammar.GrammarMatcher(grammar)
+    assert matcher.accept_string(text)
+    bitmask = np.zeros((1, -(-len(TOKENS) // 32)), dtype=np.int32)
+    matcher.fill_next_token_bitmask(bitmask, 0)
+    return list(np.flatnonzero(np.unpackbits(bitmask.view(np.uint8), bitorder="little")).tolist())
 
 
 def test_any_object_is_an_object() -> None:
@@ -99,7 +122,7 @@ def test_what_the_library_leaves_out_is_refused() -> None:
     """It says so on stderr alone; an output that breaks the schema would be called valid."""
     source = GuideSource(GuideKind.JSON_SCHEMA, '{"type": "string"}')
     with pytest.raises(GuideRefusedError) as caught:
-        compile_guide(source, info(), lambda: True)
+        compile_guide(source, vocabularies(), lambda: True)
     assert caught.value.outcome is GuideOutcome.UNSUPPORTED
     assert refusal(GuideKind.JSON_SCHEMA, '{"not": {}}') is GuideOutcome.UNSUPPORTED
 

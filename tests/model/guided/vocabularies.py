@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from scheduler.guide_messages import GuideKind, GuideSource
 from scheduler.model.guided.compiler import compile_guide
-from scheduler.model.guided.vocabulary import tokenizer_info
+from scheduler.model.guided.vocabulary import Vocabularies
 
 TOKENS = [
     b"",
@@ -20,18 +18,20 @@ TOKENS = [
     b"12",
     b"\xc3",
     b"\xa9",
+    b"\n",
+    b"a\x01",
 ]
 """Ids 0 and 1 have no text, 2 is the end of sequence; then printable ASCII, a few longer ones, and the halves of é."""
 EOS = 2
 
 
-def info() -> Any:
-    return tokenizer_info(TOKENS, [EOS])
+def vocabularies() -> Vocabularies:
+    return Vocabularies(TOKENS, [EOS])
 
 
 def compiled(kind: GuideKind, text: str = "", options: tuple[str, ...] = ()) -> bytes:
     """Raises GuideRefusedError."""
-    return compile_guide(GuideSource(kind, text, options), info(), lambda: False)
+    return compile_guide(GuideSource(kind, text, options), vocabularies(), lambda: False)
 
 
 def ids(text: str) -> list[int]:
