@@ -20,7 +20,16 @@ from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from emberline.v1 import inference_pb2, inference_pb2_grpc, info_pb2, info_pb2_grpc
+from emberline.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    inference_pb2,
+    inference_pb2_grpc,
+    info_pb2,
+    info_pb2_grpc,
+    tokenizer_pb2,
+    tokenizer_pb2_grpc,
+)
 
 FIRST_TOKEN = 1000
 SEED = 2**63 + 11
@@ -77,7 +86,12 @@ class Attempt:
     prompt_tokens: int = PROMPT_TOKENS
 
 
-class FakeServer(inference_pb2_grpc.InferenceServiceServicer, info_pb2_grpc.InfoServiceServicer):
+class FakeServer(
+    inference_pb2_grpc.InferenceServiceServicer,
+    info_pb2_grpc.InfoServiceServicer,
+    admin_pb2_grpc.AdminServiceServicer,
+    tokenizer_pb2_grpc.TokenizerServiceServicer,
+):
     """Enter it to start it. Each call takes the next of `attempts`; when they are used up, calls end well."""
 
     def __init__(
@@ -101,6 +115,8 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, info_pb2_grpc.Info
         self._server = grpc.server(futures.ThreadPoolExecutor(16), options=[("grpc.so_reuseport", 0)])
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(self, self._server)
         info_pb2_grpc.add_InfoServiceServicer_to_server(self, self._server)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(self, self._server)
+        tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(self, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self.set_serving(serving)
         address = f"127.0.0.1:{port}"
@@ -170,6 +186,40 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, info_pb2_grpc.Info
         self, request: info_pb2.GetLoadRequest, context: grpc.ServicerContext
     ) -> info_pb2.GetLoadResponse:
         return self.load
+
+    def GetModelInfo(  # noqa: N802 - the protocol's name
+        self, request: info_pb2.GetModelInfoRequest, context: grpc.ServicerContext
+    ) -> info_pb2.GetModelInfoResponse:
+        return info_pb2.GetModelInfoResponse(model=request.model or "served")
+
+    def Tokenize(  # noqa: N802 - the protocol's name
+        self, request: tokenizer_pb2.TokenizeRequest, context: grpc.ServicerContext
+    ) -> tokenizer_pb2.TokenizeResponse:
+        """As many ids as characters, or turns."""
+        count = len(request.text) if request.HasField("text") else len(request.chat.messages)
+        special = request.encode.add_special_tokens if request.HasField("encode") else True
+        pieces = ["p"] * count if request.with_pieces else []
+        return tokenizer_pb2.TokenizeResponse(ids=range(count + special), pieces=pieces, max_prompt_tokens=99)
+
+    def Detokenize(  # noqa: N802 - the protocol's name
+        self, request: tokenizer_pb2.DetokenizeRequest, context: grpc.ServicerContext
+    ) -> tokenizer_pb2.DetokenizeResponse:
+        skips = request.skip_special_tokens if request.HasField("skip_special_tokens") else None
+        return tokenizer_pb2.DetokenizeResponse(text=f"{list(request.ids)} {skips}")
+
+    def Abort(  # noqa: N802 - the protocol's name
+        self, request: admin_pb2.AbortRequest, context: grpc.ServicerContext
+    ) -> admin_pb2.AbortResponse:
+        """Those that begin with `live`."""
+        results = [{"request_id": name, "aborted": name.startswith("live")} for name in request.request_ids]
+        return admin_pb2.AbortResponse(results=results)
+
+    def Drain(  # noqa: N802 - the protocol's name
+        self, request: admin_pb2.DrainRequest, context: grpc.ServicerContext
+    ) -> admin_pb2.DrainResponse:
+        """Tells the grace in milliseconds; 7 where there is none."""
+        grace = request.grace.ToMilliseconds() if request.HasField("grace") else 7
+        return admin_pb2.DrainResponse(live_requests=grace)
 
     def _arrive(self, request: inference_pb2.GenerateRequest, context: grpc.ServicerContext) -> Attempt:
         with self._lock:

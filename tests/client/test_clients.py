@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import inspect
 import threading
 import time
 from collections.abc import Callable
@@ -12,7 +13,8 @@ from typing import Any
 import grpc
 import pytest
 
-from emberline.client import AsyncClient, Client, Delta, EmberlineError, Resume, errors
+from emberline.client import AsyncClient, Client, Delta, EmberlineError, Resume, errors, results
+from emberline.v1 import info_pb2
 from tests.client.fake_server import (
     FIRST_TOKEN,
     LIMIT_S,
@@ -521,3 +523,75 @@ def test_many_threads_share_a_client() -> None:
         for thread in threads:
             thread.join(LIMIT_S)
     assert found == [TEN_WORDS] * 12
+
+
+def test_the_two_are_twins() -> None:
+    """What one client can, the other can, by the same names and the same arguments."""
+
+    def shape(kind: type) -> dict[str, list[tuple[str, Any, Any]]]:
+        methods = {name: method for name, method in vars(kind).items() if inspect.isfunction(method)}
+        return {
+            name.replace("__a", "__"): [(p.name, p.kind, p.default) for p in inspect.signature(m).parameters.values()]
+            for name, m in methods.items()
+        }
+
+    assert shape(Client) == shape(AsyncClient)
+
+
+@BOTH
+def test_every_other_call(kind: str) -> None:
+    """Arguments arrive in their fields, absent ones do not, and answers come back as they are."""
+    expected: list[tuple[str, tuple[Any, ...], dict[str, Any], Any]] = [
+        ("tokenize", ("abc",), {}, results.Tokenization((0, 1, 2, 3), (), 99)),
+        (
+            "tokenize",
+            ("abc",),
+            {"add_special_tokens": False, "with_pieces": True},
+            results.Tokenization((0, 1, 2), ("p", "p", "p"), 99),
+        ),
+        ("tokenize", (), {"chat": [("user", "u")]}, results.Tokenization((0, 1), (), 99)),
+        ("detokenize", ([5, 6],), {}, "[5, 6] None"),
+        ("detokenize", ((),), {"skip_special_tokens": False}, "[] False"),
+        ("model_info", (), {"model": "m"}, info_pb2.GetModelInfoResponse(model="m")),
+        ("server_info", (), {}, info_pb2.GetServerInfoResponse(version="9.9")),
+        ("load", (), {}, info_pb2.GetLoadResponse()),
+        ("health", (), {}, "SERVING"),
+        ("abort", ("live one", "gone"), {}, {"live one": True, "gone": False}),
+        ("drain", (), {}, 7),
+        ("drain", (0,), {}, 0),
+        ("drain", (1.5,), {}, 1500),
+    ]
+    with FakeServer() as server:
+        if kind == "sync":
+            with Client(server.address, timeout_s=LIMIT_S) as client:
+                told = [getattr(client, name)(*args, **options) for name, args, options, _ in expected]
+        else:
+
+            async def ask() -> list[Any]:
+                async with AsyncClient(server.address, timeout_s=LIMIT_S) as client:
+                    return [await getattr(client, name)(*args, **options) for name, args, options, _ in expected]
+
+            told = asyncio.run(ask())
+    assert told == [answer for *_, answer in expected]
+
+
+@BOTH
+def test_complete(kind: str) -> None:
+    """The whole answer, tried again from the begin where its server says so."""
+    with FakeServer(Attempt(0, GONE)) as server:
+        if kind == "sync":
+            with Client(server.address) as client:
+                answer = client.complete("x", with_token_ids=True, timeout_s=LIMIT_S)
+        else:
+
+            async def ask() -> results.Answer:
+                async with AsyncClient(server.address) as client:
+                    return await client.complete("x", with_token_ids=True, timeout_s=LIMIT_S)
+
+            answer = asyncio.run(ask())
+    (completion,) = answer.completions
+    assert answer.text == completion.text == TEN_WORDS
+    assert [token.id for token in completion.tokens] == [FIRST_TOKEN + position for position in range(10)]
+    assert completion.finish.reason == "MAX_TOKENS"
+    assert answer.usage == results.Usage(PROMPT_TOKENS, 10, 3)
+    assert answer.prompt == results.Prompt(PROMPT_TOKENS, 3, SEED)
