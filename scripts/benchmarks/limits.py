@@ -224,7 +224,10 @@ async def _stalled(options: argparse.Namespace, server_flags: Sequence[str]) -> 
         client = await stack.enter_async_context(connect(server.address))
         requests = await _requests(server, options.seed, options.readers, options.reader_tokens)
         endless = await _requests(server, options.seed + 1, options.stalled, None)
-        await _read(client, requests)  # warm
+        # Once, for what a first reader and a first stalled one cost or free for good.
+        await _read(client, requests)
+        async with stalled_readers(server.address, GENERATE, _message(endless[0]), 1):
+            await _until_still(server)
         alone = await _read(client, requests)
         front_end, tree = _front_end(server).memory_info().rss, _memory_bytes(server)
         began_s = time.perf_counter()

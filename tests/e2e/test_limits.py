@@ -176,7 +176,7 @@ def test_a_limit_that_cannot_be_met_is_refused_early(client: ReflectionClient) -
         def ask(number: int) -> Generation:
             first = iter([begun.release])
             return client.generate(
-                **fields(630 + number, max_tokens=200), on_response=lambda _: next(first, lambda: None)()
+                **fields(630 + number, max_tokens=100), on_response=lambda _: next(first, lambda: None)()
             )
 
         queued = [pool.submit(ask, number) for number in range(MAX_QUEUE_REQUESTS)]
@@ -229,8 +229,8 @@ def test_a_reader_that_stalls_is_told_and_holds_up_nobody(server: Server, client
 
 def test_a_reader_that_comes_back_misses_nothing(client: ReflectionClient) -> None:
     """A paused stream goes on when it is read, with the tokens that it would have had."""
-    alone = client.generate(**fields(680, max_tokens=2500)).expect_ok()
-    request = client.request(f"{INFERENCE}/Generate", **fields(680, max_tokens=2500)).SerializeToString()
+    alone = client.generate(**fields(680, max_tokens=800)).expect_ok()
+    request = client.request(f"{INFERENCE}/Generate", **fields(680, max_tokens=800)).SerializeToString()
     with BareCaller(client.address, window_bytes=0) as caller:
         stream_id = caller.call(f"{INFERENCE}/Generate", request)
         until(lambda: is_paused(client))
@@ -239,7 +239,7 @@ def test_a_reader_that_comes_back_misses_nothing(client: ReflectionClient) -> No
         caller.until_ended(stream_id, HANG_S)
         responses = caller.messages(client.message("GenerateResponse"), stream_id)
     assert [token.id for response in responses for token in response.tokens] == alone.token_ids
-    assert responses[-1].usage.completion == 2500
+    assert responses[-1].usage.completion == 800
 
 
 # Messages
