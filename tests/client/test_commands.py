@@ -44,6 +44,18 @@ class TestDispatch:
         assert not told.out
         assert "generate" in told.err
 
+    @pytest.mark.parametrize(("before", "after"), [(None, "NONE"), ("debug", "debug")])
+    def test_grpc_is_told_to_be_quiet(
+        self, before: str | None, after: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Before anything imports it, unless the caller wants to hear it: stderr is for the command's own words."""
+        monkeypatch.setenv("GRPC_VERBOSITY", before or "")
+        if before is None:
+            monkeypatch.delenv("GRPC_VERBOSITY")
+        assert main(["--version"]) == 0
+        assert os.environ["GRPC_VERBOSITY"] == after
+        assert capsys.readouterr().out.startswith("emberline ")
+
     @pytest.mark.slow
     def test_a_command_is_loaded_only_when_asked_for(self) -> None:
         """`emberline health` imports nothing of the server: half a second that probes need not spend."""

@@ -8,6 +8,7 @@ its name and returns the exit status; the first line of its docstring is its hel
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint, entry_points, version
@@ -20,6 +21,8 @@ USAGE_LINE = "usage: emberline COMMAND [ARGUMENTS]   (emberline COMMAND --help t
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; the exit status."""
+    # gRPC's core writes to stderr by itself, such as a line for each connection that a stopping server closes.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or [""]
     commands = {entry_point.name: entry_point for entry_point in entry_points(group=GROUP)}
     match name:
