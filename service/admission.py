@@ -1,17 +1,17 @@
 """Who is let in: the bounded queue, unique labels, and the answer to everyone while the server is not serving.
 
 What lives here: counts and decisions, made before any costly work. What must not: gRPC, tokenization, the engine's own
-queue. A place, and room for an estimate of its tokens, is taken by `admit` before the message is even looked at closely,
-and given back by the ticket's `close`; between the two a request counts as waiting until its first output. The clock is
-handed in.
+queue. A place, and room for an estimate of its tokens, is taken by `admit` before the message is even looked at
+closely, and given back by the ticket's `close`; between the two a request counts as waiting until its first output. The
+clock is handed in.
 
 The expected wait, told as pushback with QUEUE_FULL, is the number of waiting requests over the recent rate of first
 outputs, measured since the queue was last empty (Little's law).
 
 A request whose first step is sure to come too late is refused by the same figure, taken with care: of those it cannot
 overtake (its priority or higher) as many as there are slots may start in the very next moment, the running ones ending
-together; the rest counts, at CERTAIN_SHARE of what is expected, and only once MEASURED_STARTS_MIN starts have been seen.
-Who might make it is let in; the engine's own clock has the last word.
+together; the rest counts, at CERTAIN_SHARE of what is expected, and only once MEASURED_STARTS_MIN starts have been
+seen. Who might make it is let in; the engine's own clock has the last word.
 """
 
 from __future__ import annotations
