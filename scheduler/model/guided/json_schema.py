@@ -9,6 +9,7 @@ output that breaks it would be called valid.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 _NOT_ENFORCED = frozenset(
@@ -27,6 +28,23 @@ _ASSERTIONS = frozenset(
         "unevaluatedItems", "unevaluatedProperties",
     }
 )  # fmt: skip
+_NEED_A_TYPE = frozenset(
+    {
+        "exclusiveMaximum", "exclusiveMinimum", "maxLength", "maximum", "minLength", "minimum", "multipleOf", "pattern",
+    }
+)  # fmt: skip
+"""Without `type` they are passed over, and any value is taken."""
+_TYPE_OF: dict[type, tuple[str, ...]] = {
+    bool: ("boolean",),
+    int: ("integer", "number"),
+    float: ("number",),
+    str: ("string",),
+    list: ("array",),
+    dict: ("object",),
+    type(None): ("null",),
+}
+_QUOTE_OR_BACKSLASH = re.compile(r'"|\\\\|\\(x|u00)(22|5c)', re.IGNORECASE)
+"""In a pattern: they are written as they are, where JSON wants them escaped."""
 _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 _SCHEMAS = ("additionalProperties", "items", "propertyNames", "unevaluatedItems", "unevaluatedProperties")
 _LISTS_OF_SCHEMAS = ("prefixItems", "anyOf", "oneOf", "allOf")
@@ -64,6 +82,41 @@ def _of_one(schema: dict[str, Any]) -> set[str]:
     alternatives = [name for name in _ALTERNATIVES if name in schema]
     if alternatives and (len(alternatives) > 1 or _ASSERTIONS & schema.keys()):
         found |= {f"assertions beside {alternatives[0]}"}
-    if "pattern" in schema and {"minLength", "maxLength"} & schema.keys():
-        found |= {"pattern with minLength or maxLength"}
+    return found | _of_one_value(schema)
+
+
+def _of_one_value(schema: dict[str, Any]) -> set[str]:
+    """Combinations that xgrammar takes for less than they are, as random outputs of its grammars showed."""
+    found: set[str] = set()
+    pattern = schema.get("pattern")
+    if pattern is not None and {"format", "minLength", "maxLength"} & schema.keys():
+        found |= {"pattern with minLength, maxLength or format"}
+    if isinstance(pattern, str) and _QUOTE_OR_BACKSLASH.search(pattern):
+        found |= {"pattern with a quotation mark or a backslash"}
+    for name in ("enum", "const"):
+        if name in schema and (_ASSERTIONS & schema.keys()) - {name, "type"}:
+            found |= {f"assertions beside {name}"}
+    if "type" not in schema:
+        found |= {f"{name} without type" for name in _NEED_A_TYPE & schema.keys()}
+    elif not _has_type(schema):
+        found |= {"enum or const of another type"}
+    if "patternProperties" in schema and schema.get("properties"):
+        found |= {"patternProperties with properties"}
+    properties, required = schema.get("properties"), schema.get("required")
+    if isinstance(required, list) and not set(map(str, required)) <= set(properties or ()):
+        found |= {"required beyond properties"}
+    if [] in [schema.get(name) for name in ("anyOf", "oneOf", "allOf", "enum", "type")]:
+        found |= {"an empty list"}
     return found
+
+
+def _has_type(schema: dict[str, Any]) -> bool:
+    """Whether each value that is listed has one of the types that are."""
+    listed = schema["type"]
+    types = set(listed) if isinstance(listed, list) and all(isinstance(one, str) for one in listed) else {listed}
+    values = [*(schema["enum"] if isinstance(schema.get("enum"), list) else ()), *_const(schema)]
+    return all(types.intersection(_TYPE_OF.get(type(value), ())) for value in values)
+
+
+def _const(schema: dict[str, Any]) -> list[Any]:
+    return [schema["const"]] if "const" in schema else []
