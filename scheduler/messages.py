@@ -307,7 +307,7 @@ class EngineStats:
 
     num_running: int = 0
     num_waiting: int = 0
-    """Requests accepted but not in the running batch (preempted ones included)."""
+    """Sequences accepted but not in the running batch (preempted and paused ones included)."""
     num_waiting_tokens: int = 0
     """Tokens that these still have to compute."""
     num_used_kv_blocks: int = 0

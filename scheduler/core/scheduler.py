@@ -445,7 +445,7 @@ class Scheduler:
         sampled_token_ids = result.sampled_token_ids
         assert len(sampled_token_ids) == len(plan.sampled_seq_ids), "one token for each sampled sequence"
         self._is_in_flight = False
-        failures = self._fail_non_finite(result) + self._fail_others(result)
+        failures = self._fail(result)
         outputs: list[SequenceOutput] = []
         logprobs = result.logprobs
         # The one loop that every running sequence costs in every step.
@@ -522,30 +522,21 @@ class Scheduler:
             self._roster.end(sequence)
         return output
 
-    def _fail_non_finite(self, result: StepResult) -> tuple[RequestFailure, ...]:
-        """End the requests whose logits were no numbers, and distrust all that they computed."""
-        if not result.non_finite_seq_ids:
+    def _fail(self, result: StepResult) -> tuple[RequestFailure, ...]:
+        """End the requests of sequences that cannot go on. What those have computed whose logits were no numbers is not
+        to be trusted.
+        """
+        if not (result.non_finite_seq_ids or result.failures):
             return ()
-        failures = []
         by_seq_id = {sequence.seq_id: sequence for sequence in self._in_step()}
-        for seq_id in result.non_finite_seq_ids:
+        causes = [(seq_id, FailureKind.NON_FINITE, "") for seq_id in result.non_finite_seq_ids]
+        causes += [(seq_id, failure.kind, failure.incident_id) for seq_id, failure in result.failures.items()]
+        failures = []
+        for seq_id, kind, incident_id in causes:
             request = by_seq_id[seq_id].request
             if not request.is_finished:
-                self._roster.end_all(request, distrust=True)
-                failures.append(RequestFailure(request.request_id, FailureKind.NON_FINITE))
-        return tuple(failures)
-
-    def _fail_others(self, result: StepResult) -> tuple[RequestFailure, ...]:
-        """End the requests that cannot go on; what they computed is good."""
-        if not result.failures:
-            return ()
-        failures = []
-        by_seq_id = {sequence.seq_id: sequence for sequence in self._in_step()}
-        for seq_id, failure in result.failures.items():
-            request = by_seq_id[seq_id].request
-            if not request.is_finished:
-                self._roster.end_all(request)
-                failures.append(RequestFailure(request.request_id, failure.kind, failure.incident_id))
+                self._roster.end_all(request, distrust=kind is FailureKind.NON_FINITE)
+                failures.append(RequestFailure(request.request_id, kind, incident_id))
         return tuple(failures)
 
     def _in_step(self) -> list[Sequence]:
