@@ -325,10 +325,10 @@ FLAGS = (
          "told QUEUE_FULL"),
     Flag("max-queue-tokens", _integer(1, 10**9), 1_000_000, "prompt tokens, and entries of long options, that may "
          "wait for a first token"),
-    Flag("stream-buffer-tokens", _integer(1, 2**20), 64, "tokens of a sequence that may wait for a reader that is behind; "
-         "at the bound it gets no more steps until the reader has taken them"),
-    Flag("reader-timeout", _number(0.1, 86400), 30.0, "seconds for which a reader may leave no room for the next message; "
-         "then its stream ends with SLOW_READER", "SECONDS", field="reader_timeout_s"),
+    Flag("stream-buffer-tokens", _integer(1, 2**20), 64, "tokens of a sequence that may wait for a reader that is "
+         "behind; at the bound it gets no more steps until the reader has taken them"),
+    Flag("reader-timeout", _number(0.1, 86400), 30.0, "seconds for which a reader may leave no room for the next "
+         "message; then its stream ends with SLOW_READER", "SECONDS", field="reader_timeout_s"),
     Flag("replicas", _integer(1, 64), 1, "engines in this server: one per GPU, or sharing the cores"),
     Flag("on-engine-death", _text, "fail", "fail ends an engine's streams UNAVAILABLE; replay lets them go on where "
          "they were, on another engine or the next one", "WHAT", ("fail", "replay")),

@@ -1,8 +1,8 @@
-"""Every cap that is not a caller's business to know: what the server holds of all its callers together, and for how long.
+"""Every cap that is no caller's business: what the server holds of all its callers together, and for how long.
 
-What lives here: the numbers, each with its reason. What must not: what one request is held to (`request.Limits`, told by
-GetModelInfo) and what operators size by flags (`config.py`: --max-queue-requests, --max-queue-tokens, --reader-timeout,
---stream-buffer-tokens). A call passes them in this order:
+What lives here: the numbers, each with its reason. What must not: what one request is held to (`request.Limits`, told
+by GetModelInfo) and what operators size by flags (`config.py`: --max-queue-requests, --max-queue-tokens,
+--reader-timeout, --stream-buffer-tokens). A call passes them in this order:
 
 | where | cap | over it |
 |---|---|---|
