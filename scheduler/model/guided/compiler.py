@@ -129,7 +129,8 @@ def _rehearse(compiled: xgrammar.CompiledGrammar, info: xgrammar.TokenizerInfo) 
     for num_tokens in range(REHEARSAL_TOKENS):
         begun_s = time.process_time()
         matcher.fill_next_token_bitmask(bitmask, 0)
-        allowed = np.flatnonzero(np.unpackbits(bitmask.view(np.uint8), bitorder="little")).tolist()
+        bits = np.unpackbits(bitmask.view(np.uint8), axis=1, count=info.vocab_size, bitorder="little")[0]
+        allowed = np.flatnonzero(bits).tolist()
         if not allowed and not num_tokens:
             raise GuideRefusedError(GuideOutcome.MALFORMED)  # nothing matches it, or no text of this model does
         going_on = [token_id for token_id in allowed if token_id not in eos_token_ids]
