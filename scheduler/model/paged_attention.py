@@ -47,6 +47,12 @@ def attach(model: nn.Module, attention: AttendsForModule) -> None:
         module.__dict__[_ATTRIBUTE] = attention
 
 
+def attached(module: nn.Module) -> AttendsForModule:
+    """What `attach` put on a module."""
+    attention: AttendsForModule = getattr(module, _ATTRIBUTE)
+    return attention
+
+
 def set_implementation(model: Any, name: str) -> None:
     """Switches a loaded model to another attention implementation; all modules read it from the shared config."""
     model.config._attn_implementation = name  # noqa: SLF001 - set_attn_implementation() refuses families that do work
@@ -63,7 +69,7 @@ def _attention_forward(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' calling convention: [1, heads, T, D] each in, [1, T, heads, D] out."""
-    attention: AttendsForModule = getattr(module, _ATTRIBUTE)
+    attention = attached(module)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if attention_mask is not None or dropout:
         options |= {"attention_mask": attention_mask, "dropout": dropout or None}
@@ -97,6 +103,12 @@ class PagedAttention:
         self._layer_caches = ()
         self._metadata = None
 
+    @property
+    def step(self) -> tuple[Sequence[LayerCache], AttentionMetadata]:
+        """What `begin_step` was given, for a module that attends for several layers at once."""
+        assert self._metadata is not None, "a forward pass outside a step"
+        return self._layer_caches, self._metadata
+
     def attend(
         self,
         module: nn.Module,
@@ -107,6 +119,5 @@ class PagedAttention:
         options: dict[str, Any],  # noqa: ARG002 - the probe has seen that none of them matters
     ) -> torch.Tensor:
         """See `AttendsForModule`."""
-        assert self._metadata is not None, "a forward pass outside a step"
-        layer_cache = self._layer_caches[self._layer_of[module]]
-        return self.backend.forward(query, key, value, layer_cache, self._metadata, scale)
+        layer_caches, metadata = self.step
+        return self.backend.forward(query, key, value, layer_caches[self._layer_of[module]], metadata, scale)

@@ -15,6 +15,7 @@ all but the pool, on a GPU the reading of weights into host memory, for a standb
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -45,6 +46,8 @@ from scheduler.model.model_runner import ModelRunner, RunnerInfo
 from scheduler.model.paged_attention import SERVING, PagedAttention, attach, set_implementation
 from scheduler.model.sampler import LIST_ENTRIES_MAX
 
+logger = logging.getLogger(__name__)
+
 SELF_CHECK_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.25}
 """Largest difference of a logit allowed, in standard deviations of the logits: far above rounding (1e-5 in float32),
 far below what a wrong mask, position or neighbour does (about 1)."""
@@ -64,7 +67,12 @@ def import_ahead() -> None:
 
     Starts no threads of OpenMP and makes no context on a GPU.
     """
-    preload_backend("cuda" if torch.cuda.is_available() else "cpu")
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    preload_backend(device_type)
+    if device_type == "cpu":
+        from scheduler.model.fused.stack import compiled_functions  # noqa: PLC0415 - brings numba
+
+        compiled_functions()
 
 
 def prepare(engine_config: EngineConfig, on_progress: Callable[[str], None]) -> PreparedModel:
@@ -205,7 +213,10 @@ def _make_backend(config: EngineConfig, loaded: LoadedModel, num_threads: int) -
 
 
 def _self_check(assembly: _Assembly) -> None:
-    """Raises ModelUnsupportedError if our logits are not those of the model under its own attention."""
+    """Raises ModelUnsupportedError if our logits are not those of the model under its own attention.
+
+    Then its layers are replaced by faster ones if they are known (`fuse.py`), and the whole is compared once more.
+    """
     loaded, block_size = assembly.loaded, assembly.backend.block_size
     chunks = [
         [min(length, loaded.max_model_len // len(_SELF_CHECK_CHUNKS)) for length in lengths]
@@ -216,24 +227,64 @@ def _self_check(assembly: _Assembly) -> None:
     generator = np.random.default_rng(0)
     token_ids = [generator.integers(loaded.vocab_size, size=sum(lengths)) for lengths in zip(*chunks, strict=True)]
     num_blocks = [-(-len(ids) // block_size) for ids in token_ids]
-    runner = assembly.runner(sum(num_blocks), loaded.max_model_len)
-    ours = _chunked_logits(runner, token_ids, num_blocks, chunks)
+
+    def chunked() -> list[torch.Tensor]:
+        runner = assembly.runner(sum(num_blocks), loaded.max_model_len)
+        return _chunked_logits(runner, token_ids, num_blocks, chunks)
+
     set_implementation(loaded.model, "eager")
     with torch.inference_mode():
         theirs = [
             loaded.model(input_ids=torch.from_numpy(ids)[None].to(loaded.device), use_cache=False).logits[0].float()
             for ids in token_ids
         ]
+
+    def check() -> None:
+        reason = _difference(chunked(), theirs, loaded.dtype)
+        if reason is not None:
+            raise unsupported(loaded.model.config, f"its logits under paged attention differ from its own {reason}")
+
+    is_fusable = assembly.backend.name == "cpu" and loaded.dtype == torch.float32
+    if not (is_fusable and _fuse(assembly, check, lambda: _difference(chunked(), theirs, loaded.dtype))):
+        check()
+
+
+def _fuse(assembly: _Assembly, run_step: Callable[[], None], difference: Callable[[], str | None]) -> bool:
+    """Replaces the model's layers if each of them is known, and if the whole model says the same afterwards.
+
+    `run_step` runs the model, and raises what ends the start; `difference` runs it, too, and tells by how much it is
+    wrong, if it is. Returns whether the layers were replaced, which implies that `run_step` was called.
+    """
+    from scheduler.model.fuse import NotFusableError, fuse  # noqa: PLC0415 - brings numba
+
+    loaded = assembly.loaded
+    try:
+        fusion = fuse(loaded.model, assembly.attention, loaded.attention.modules, run_step)
+    except NotFusableError as error:
+        reason: str | None = str(error)
+    else:
+        try:
+            reason = difference()
+        except Exception as error:  # noqa: BLE001 - a model's own code, which misses something of its layers
+            reason = f"({type(error).__name__})"
+        if reason is None:
+            fusion.commit()
+            return True
+        fusion.undo()
+        reason = f"its logits with its layers replaced are not its own {reason}"
+    logger.warning("model family %s runs with its own modules, slower: %s", loaded.model_type, reason)
+    return False
+
+
+def _difference(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor], dtype: torch.dtype) -> str | None:
+    """By how much the logits differ, if that is more than rounding."""
     for our_logits, their_logits in zip(ours, theirs, strict=True):
         finite = their_logits.isfinite()
         difference = (our_logits - their_logits)[finite].abs().max()
-        limit = SELF_CHECK_TOLERANCE[loaded.dtype] * their_logits[finite].std().clamp(min=1e-6)
+        limit = SELF_CHECK_TOLERANCE[dtype] * their_logits[finite].std().clamp(min=1e-6)
         if not bool(difference <= limit):
-            raise unsupported(
-                loaded.model.config,
-                f"its logits under paged attention differ from its own by {float(difference):.2g}, "
-                f"where {float(limit):.2g} is rounding",
-            )
+            return f"by {float(difference):.2g}, where {float(limit):.2g} is rounding"
+    return None
 
 
 def _chunked_logits(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from scheduler.model.memory import (
     available_host_bytes,
     measure_peak_bytes,
     pool_budget_bytes,
+    release_file_pages,
 )
 
 MIB = 1 << 20
@@ -80,3 +82,36 @@ def test_the_peak_of_a_step_is_measured() -> None:
         pytest.skip("the system does not count resident memory")
     peak = measure_peak_bytes(lambda: np.ones(64 * MIB, dtype=np.uint8).sum(), CPU)
     assert 60 * MIB < peak < 200 * MIB
+
+
+def _resident_bytes(address: int) -> int:
+    """Of the mapping at this address."""
+    is_it = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if "-" in words[0]:
+            start, end = (int(word, 16) for word in words[0].split("-"))
+            is_it = start <= address < end
+        elif is_it and words[0] == "Rss:":
+            return int(words[1]) * 1024
+    raise AssertionError("no such mapping")
+
+
+def test_pages_of_files_are_let_go_unless_they_were_written_to(tmp_path: Path) -> None:
+    """What was only read takes no memory afterwards and reads the same again; a mapping that holds a change of its own
+    is left as it is, and so is memory of no file."""
+    size = 64 * mmap.PAGESIZE
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(range(256)) * (size // 256))
+    with path.open("rb") as file:
+        read, written = (mmap.mmap(file.fileno(), size, flags=mmap.MAP_PRIVATE, prot=3) for _ in range(2))
+    anonymous = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    arrays = [np.frombuffer(memory, dtype=np.uint8) for memory in (read, written, anonymous)]
+    written[5] = 77
+    anonymous[:] = b"x" * size
+    sums = [int(array.sum()) for array in arrays]
+    addresses = [array.ctypes.data for array in arrays]
+    assert [_resident_bytes(address) >= size for address in addresses] == [True, True, True]
+    release_file_pages([address + 3 * mmap.PAGESIZE for address in addresses])
+    assert [_resident_bytes(address) >= size for address in addresses] == [False, True, True]
+    assert [int(array.sum()) for array in arrays] == sums

@@ -1,6 +1,6 @@
 """The fast backend for processors: one compiled call per layer and step, whatever the batch.
 
-What lives here: the pool's memory layout, the cutting of a step into work items, compilation and its cache. What must
+What lives here: the pool's memory layout, the cutting of a step into work items, compilation. What must
 not: arithmetic, which is in `cpu_kernel.py` and `simd.py`.
 
 Keys lie dimension by dimension inside a block, values token by token, so that both products of attention run along
@@ -10,31 +10,28 @@ Threads are those of torch's matrix products: the kernels run in a parallel regi
 loaded, entered as compiled code enters it. numba's own layer would find the system's copy of that library, a second
 pool whose threads spin against the first, and would reset torch's number of threads; or none, and start its own.
 
-Compiled code is kept under $EMBERLINE_CACHE/numba (default ~/.cache/emberline/numba), in a folder named after the
-kernels' sources; inside, numba keys it by its own version and by the processor. A damaged cache is thrown away. Where
-nothing can be written, each process compiles for itself.
+Compiled code is kept from start to start (`kernel_cache.py`).
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import logging
 import math
 import platform
-import shutil
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numba
 import numpy as np
+import numpy.typing as npt
 import torch
 from llvmlite.binding import get_host_cpu_features
 
-from scheduler.model import disk_cache
+from scheduler.model import kernel_cache
 from scheduler.model.attention import cpu_kernel, simd
 from scheduler.model.attention.base import (
     AttentionBackend,
@@ -232,6 +229,39 @@ class CpuBackend(AttentionBackend):
         run_parallel(kernels.attend, self._call, metadata.num_threads)
         return output if self.dtype == torch.float32 else output.to(self.dtype)
 
+    def layer_calls(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: torch.Tensor,
+        layer_caches: Sequence[LayerCache],
+        metadata: AttentionMetadata,
+        scales: Sequence[float],
+        counters: npt.NDArray[np.int64],
+    ) -> npt.NDArray[np.void]:
+        """A `cpu_kernel.CALL` for each of several layers that use the same memory one after the other, for code that
+        runs the kernels in a parallel region of its own.
+
+        `query`, `key`, `value` [T, heads * head_dim] and `output`, which is contiguous: float32. `counters`
+        [layers, 3]: addresses of zeroed int64, for writing, items and threads.
+        """
+        assert isinstance(metadata, CpuMetadata)
+        assert self.dtype == torch.float32
+        calls = np.empty(len(layer_caches), dtype=cpu_kernel.CALL)
+        calls[:] = (
+            *(query.data_ptr(), query.stride(0), key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0)),
+            *(0, 0, output.data_ptr()),
+            *self._packed,
+            *metadata.packed,
+            *(0, 0, 0, 0.0),
+        )
+        calls["key_pool"] = [layer_cache.key.data_ptr() for layer_cache in layer_caches]
+        calls["value_pool"] = [layer_cache.value.data_ptr() for layer_cache in layer_caches]
+        calls["next_write"], calls["next_item"], calls["next_thread"] = counters.T
+        calls["scale"] = scales
+        return calls
+
     def warm_up(self) -> None:
         """Compiles the kernels for this dtype, or loads them from the cache, and starts the threads."""
         layer_cache = self.allocate_layer(1)
@@ -261,8 +291,11 @@ class Kernels:
     """What owns their machine code."""
 
 
-def run_parallel(function: KernelFunction, call: ctypes.Array[ctypes.c_char], num_threads: int) -> None:
-    """Runs `function(call)` once on each of `num_threads` threads, this one included, and waits for all."""
+def run_parallel(function: KernelFunction, call: ctypes.Array[ctypes.c_char] | int, num_threads: int) -> None:
+    """Runs `function(call)` once on each of `num_threads` threads, this one included, and waits for all.
+
+    `call`: an array or an address.
+    """
     gomp_parallel = _gomp_parallel()
     if num_threads == 1 or gomp_parallel is None:
         function(call)
@@ -313,30 +346,11 @@ def _converts_half_precision() -> bool:
 def compiled_kernels(dtype: torch.dtype) -> Kernels:
     """Compiles for pools of `dtype`, or loads from the cache on disk."""
     kind = POOL_KINDS[dtype]
-    directory = _cache_directory()
-    if directory is None:
-        return _build(kind, None)
-    try:
-        return _build(kind, directory)
-    except Exception as error:  # noqa: BLE001 - a damaged pickle can raise anything; our own bugs raise again below
-        logger.warning("compiled attention kernels could not be cached in %s (%s)", directory, type(error).__name__)
-        shutil.rmtree(directory, ignore_errors=True)
-        return _build(kind, None)
-
-
-def _build(kind: Any, directory: Path | None) -> Kernels:
-    before = numba.config.CACHE_DIR
-    try:
-        if directory is not None:
-            numba.config.CACHE_DIR = str(directory)
-        write, attend = cpu_kernel.build_functions(kind, cache=directory is not None)
-    finally:
-        numba.config.CACHE_DIR = before
+    write, attend = kernel_cache.compiled(lambda cached: cpu_kernel.build_functions(kind, cached), _cache_directory())
     prototype = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
     return Kernels(write=prototype(write.address), attend=prototype(attend.address), compiled=(write, attend))
 
 
 def _cache_directory() -> Path | None:
     """A writable folder for this version of the kernels, or None."""
-    sources = b"".join(Path(module.__file__).read_bytes() for module in (simd, cpu_kernel) if module.__file__)
-    return disk_cache.writable_directory("numba", hashlib.sha256(sources).hexdigest()[:16])
+    return kernel_cache.directory_of((simd, cpu_kernel))

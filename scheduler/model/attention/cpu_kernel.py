@@ -100,7 +100,7 @@ def scratch_size_bytes(group_size: int, head_dim: int) -> int:
 
 
 @njit
-def _write_tokens(kind, call, first, last):
+def write_tokens(kind, call, first, last):
     """Stores keys and values of tokens `first` … `last` - 1 of the flat row."""
     head_dim, block_size = call.head_dim, call.block_size
     value_dim = -(-head_dim // LANES) * LANES
@@ -246,7 +246,7 @@ def build_functions(kind, cache):
             first = fetch_add(call.next_write) * TOKENS_PER_WRITE
             if first >= call.num_tokens:
                 return
-            _write_tokens(kind, call, first, min(first + TOKENS_PER_WRITE, call.num_tokens))
+            write_tokens(kind, call, first, min(first + TOKENS_PER_WRITE, call.num_tokens))
 
     @cfunc(types.void(CALL_POINTER), cache=cache)
     def attend(call_pointer):

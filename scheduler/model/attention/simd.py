@@ -11,8 +11,6 @@ pools in bfloat16 or float16 are widened as they are loaded. An argument `kind` 
 own type, see `POOL_KINDS`. Addresses are bytes, indices and strides are elements.
 """
 
-# ruff: noqa: ARG001 - numba types an intrinsic by calling it with all its arguments; the generated code uses them
-
 from __future__ import annotations
 
 import math
@@ -46,7 +44,7 @@ ROUND_MAGIC = 1.5 * 2**23
 """Adding and subtracting it rounds a small float32 to the nearest integer, which stays in the sum's low bits."""
 
 
-class _Emitter:
+class Emitter:
     """Shorthand for the IR of one intrinsic."""
 
     def __init__(self, builder: ir.IRBuilder, kind: str) -> None:
@@ -132,20 +130,20 @@ class _Emitter:
         return self.builder.select(self.builder.fcmp_ordered(">", a, b), a, b)
 
 
-def _switch(builder: ir.IRBuilder, selector: ir.Value, values: Sequence[int], emit: Callable[[int], None]) -> None:
+def switch(builder: ir.IRBuilder, selector: ir.Value, values: Sequence[int], emit: Callable[[int], None]) -> None:
     """Emits one unrolled case per value of `selector`; other values do nothing."""
     end = builder.append_basic_block("end")
     cases = [(value, builder.append_basic_block(f"case{value}")) for value in values]
-    switch = builder.switch(selector, end)
+    instruction = builder.switch(selector, end)
     for value, block in cases:
-        switch.add_case(I64(value), block)
+        instruction.add_case(I64(value), block)
         builder.position_at_end(block)
         emit(value)
         builder.branch(end)
     builder.position_at_end(end)
 
 
-def _as_int64(context: Any, builder: ir.IRBuilder, args: Sequence[ir.Value], sig: Any) -> list[ir.Value]:
+def as_int64(context: Any, builder: ir.IRBuilder, args: Sequence[ir.Value], sig: Any) -> list[ir.Value]:
     """All arguments but the first, `kind`, as 64-bit integers."""
     return [context.cast(builder, arg, kind, types.int64) for arg, kind in zip(args[1:], sig.args[1:], strict=True)]
 
@@ -160,8 +158,8 @@ def score_tile(typingctx, kind, num_rows, num_vectors, head_dim, query, keys, ke
     """
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Sequence[ir.Value]) -> ir.Value:
-        e = _Emitter(builder, POOL_KINDS[sig.args[0]])
-        rows, vectors, dim, query, keys, stride, ahead, scores = _as_int64(context, builder, args, sig)
+        e = Emitter(builder, POOL_KINDS[sig.args[0]])
+        rows, vectors, dim, query, keys, stride, ahead, scores = as_int64(context, builder, args, sig)
 
         def emit(num_rows: int, num_vectors: int) -> None:
             key_table = builder.inttoptr(keys, I64.as_pointer())
@@ -187,9 +185,9 @@ def score_tile(typingctx, kind, num_rows, num_vectors, head_dim, query, keys, ke
                     e.store_vector(builder.load(total), scores, I64(r * TILE + v * LANES))
 
         def emit_for_vectors(num_vectors: int) -> None:
-            _switch(builder, rows, range(1, ROWS_MAX + 1), lambda num_rows: emit(num_rows, num_vectors))
+            switch(builder, rows, range(1, ROWS_MAX + 1), lambda num_rows: emit(num_rows, num_vectors))
 
-        _switch(builder, vectors, (1, TILE_VECTORS), emit_for_vectors)
+        switch(builder, vectors, (1, TILE_VECTORS), emit_for_vectors)
         return context.get_dummy_value()
 
     return types.void(kind, *[types.int64] * 8), codegen
@@ -206,8 +204,8 @@ def softmax_tile(typingctx, kind, num_tokens, scores, head_dim, maximum, sums, o
     """
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Sequence[ir.Value]) -> ir.Value:
-        e = _Emitter(builder, "float32")
-        num_tokens, scores, dim, maximum, sums, output = _as_int64(context, builder, args, sig)
+        e = Emitter(builder, "float32")
+        num_tokens, scores, dim, maximum, sums, output = as_int64(context, builder, args, sig)
         lanes = ir.Constant(VEC_I32, [I32(i) for i in range(LANES)])
         masked = []
         for v in range(TILE_VECTORS):
@@ -252,8 +250,8 @@ def accumulate_tile(
     """
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Sequence[ir.Value]) -> ir.Value:
-        e = _Emitter(builder, POOL_KINDS[sig.args[0]])
-        rows, num_tokens, vectors, weights, values, stride, ahead, ahead_step, output = _as_int64(
+        e = Emitter(builder, POOL_KINDS[sig.args[0]])
+        rows, num_tokens, vectors, weights, values, stride, ahead, ahead_step, output = as_int64(
             context, builder, args, sig
         )
 
@@ -283,9 +281,9 @@ def accumulate_tile(
                     e.store_vector(builder.load(total), output, index)
 
         def emit_for_vectors(num_vectors: int) -> None:
-            _switch(builder, rows, range(1, ROWS_MAX + 1), lambda num_rows: emit(num_rows, num_vectors))
+            switch(builder, rows, range(1, ROWS_MAX + 1), lambda num_rows: emit(num_rows, num_vectors))
 
-        _switch(builder, vectors, (1, 2, 4), emit_for_vectors)
+        switch(builder, vectors, (1, 2, 4), emit_for_vectors)
         return context.get_dummy_value()
 
     return types.void(kind, *[types.int64] * 9), codegen
@@ -296,7 +294,7 @@ def load_float(typingctx, address, index):
     """Element `index` of the float32 array at `address`."""
 
     def codegen(_context: Any, builder: ir.IRBuilder, _sig: Any, args: Sequence[ir.Value]) -> ir.Value:
-        return _Emitter(builder, "float32").load_float(*args)
+        return Emitter(builder, "float32").load_float(*args)
 
     return types.float32(types.int64, types.int64), codegen
 
@@ -312,7 +310,7 @@ def store_float(typingctx, kind, value, address, index):
             value = builder.trunc(builder.lshr(builder.bitcast(value, I32), I32(16)), ir.IntType(16))
         elif memory_kind == "float16":
             value = builder.fptrunc(value, ir.HalfType())
-        pointer = _Emitter(builder, memory_kind).element(address, index, memory_kind)
+        pointer = Emitter(builder, memory_kind).element(address, index, memory_kind)
         builder.store(value, pointer)
         return context.get_dummy_value()
 

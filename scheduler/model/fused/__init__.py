@@ -1,0 +1,1 @@
+"""A step of whole decoder layers on a CPU, in one parallel region: see `stack.py`."""
