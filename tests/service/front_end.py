@@ -71,7 +71,12 @@ def request(*prompt: int, max_tokens: int = 5, **fields: Any) -> inference_pb2.G
 
 async def _run(server: Server) -> ExitCode:
     code = await server.run()
+    guides = getattr(server, "_guides", None)
+    child = None if guides is None else guides._child
     await server.close()
+    if child is not None:  # a process's end would take it along; a loop that ends first would leave it unreaped
+        await until(lambda: child._popen.returncode is not None and (child._transport is None or child._is_lost))
+        await asyncio.sleep(0)  # the transport closes its socket in the next turn
     return code
 
 
