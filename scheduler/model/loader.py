@@ -6,7 +6,8 @@ KV pools, steps, the judgement of families (`families.py`, `probe.py`).
 Two steps, because a standby for a GPU may do the first but not the second: `load_weights` reads files into host memory
 and touches no GPU, `examine` moves the model to its device and runs it once. On a CPU, weights whose files have the
 dtype that is served (safetensors) are not copied at all: transformers leaves them mapped from the file, privately, so
-that engines share the pages and nothing that is written to a tensor could reach the file.
+that engines share the pages and nothing that is written to a tensor could reach the file. Layers that are fused later
+(`fuse.py`) have packed copies of their own and let go of those pages.
 """
 
 from __future__ import annotations
