@@ -162,9 +162,10 @@ class Blame:
     def fingerprint(self, submit: Submit) -> bytes:
         """The same for every attempt of one request, and for whoever sends the like of it: the prompt, and all that
         says how to sample and when to stop, a guide included. Not the seed (it is drawn anew), not what has been
-        resumed and not how many sequences there are (those that finished are not sent again).
+        resumed, not how many sequences there are (those that finished are not sent again) and not whether the prompt
+        is scored (what was told of it is not asked for again).
         """
-        sampling = dataclasses.replace(submit.sampling, seed=0)
+        sampling = dataclasses.replace(submit.sampling, seed=0, num_prompt_logprobs=None)
         data = _encoder.encode((submit.prompt_token_ids, sampling, submit.stopping, submit.guide))
         return hashlib.blake2b(data, key=self._salt, digest_size=_DIGEST_BYTES).digest()
 

@@ -10,8 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.messages import SamplingParams, SequenceStart, StoppingParams, Submit
+from scheduler.messages import (
+    FinishReason,
+    PromptLogprobs,
+    SamplingParams,
+    SequenceOutput,
+    SequenceStart,
+    StoppingParams,
+    Submit,
+)
 from service.blame import LEFT_TTL_S, Blame, Suspect, Verdicts, _Memory
+from service.journal import JournalEntry
 
 SALT = b"s" * 16
 
@@ -85,7 +94,6 @@ def test_a_fingerprint_is_the_same_for_the_like_of_a_request(blame: Blame) -> No
                 "logit_bias": ((1, 1.0),),
                 "allowed_token_ids": (1, 2),
                 "num_logprobs": 0,
-                "num_prompt_logprobs": 0,
             }.items()
         ),
         Submit(1, (1, 2, 3), SamplingParams(), StoppingParams(101)),
@@ -100,8 +108,22 @@ def test_a_fingerprint_tells_apart_whatever_an_engine_computes_by(blame: Blame, 
     assert blame.fingerprint(submit(1, 2, 3)) != blame.fingerprint(other)
 
 
-def test_every_sampling_value_is_in_the_fingerprint_or_is_the_seed() -> None:
-    """A new field of SamplingParams or StoppingParams must be put into the test above; it is in the digest anyway."""
+def test_every_attempt_of_a_request_has_its_fingerprint(blame: Blame) -> None:
+    """Also the one that is sent once the prompt's logprobs are told, of the sequences that have not finished."""
+    request = dataclasses.replace(
+        submit(1, 2, 3, num_prompt_logprobs=0), sequences=(SequenceStart(0), SequenceStart(1))
+    )
+    entry = JournalEntry(request)
+    scores = PromptLogprobs(0, b"", b"", b"", b"")
+    entry.record(SequenceOutput(request.request_id, 0, (7,), prompt_logprobs=scores))
+    entry.record(SequenceOutput(request.request_id, 1, (8,), finish_reason=FinishReason.EOS))
+    attempt = entry.next_attempt(alone_until=2)
+    assert attempt.sampling != request.sampling
+    assert blame.fingerprint(attempt) == blame.fingerprint(request)
+
+
+def test_every_sampling_value_is_in_the_fingerprint_or_changes_between_attempts() -> None:
+    """A new field of SamplingParams or StoppingParams must be put into a test above; it is in the digest anyway."""
     assert len(dataclasses.fields(SamplingParams)) == 12
     assert len(dataclasses.fields(StoppingParams)) == 4
 
