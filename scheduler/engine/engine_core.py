@@ -5,8 +5,9 @@ scheduler's), tensors (the runner's), sockets and signals (`process.py`'s). Sche
 handed in, so that all of it runs in a test without a process or a model.
 
 **Pauses** are applied between steps, and not while requests are isolated: the isolation of one that gets no steps would
-never end, and all others would wait for it. **What waits too long** for its first step fails before a step is planned,
-so it is never in one; `idle_timeout_s` says when a loop that has nothing to do must look again.
+never end, and all others would wait for it. That of a request whose guide is still being read waits with it. **What
+waits too long** for its first step fails before a step is planned, so it is never in one; `idle_timeout_s` says when a
+loop that has nothing to do must look again.
 
 An exception of the runner is contained where the process is healthy: the step is dropped, the runner reset, and
 `containment.py` finds out whom it concerns. An exception over one Submit fails that request. Any other leaves unknown
@@ -105,6 +106,8 @@ class EngineCore:
         """Those whose guides are being read."""
         self._pauses_waiting: dict[int, bool] = {}
         """Request → whether it is to be paused."""
+        self._pauses_held_up: dict[int, bool] = {}
+        """The same of those whose guides are being read: the scheduler does not know them yet, nor are they work."""
         self._outputs: list[SequenceOutput] = []
         self._failures: list[RequestFailure] = []
         self._stats_sent = EngineStats()
@@ -259,12 +262,18 @@ class EngineCore:
         self._failures += [RequestFailure(request_id, FailureKind.QUEUE_TIMEOUT) for request_id in expired]
 
     def _apply_pauses(self) -> None:
-        for request_id, is_paused in self._pauses_waiting.items():
-            if is_paused:
+        pauses = self._pauses_held_up | self._pauses_waiting
+        if not pauses:
+            return
+        self._pauses_held_up, self._pauses_waiting = {}, {}
+        held_up = {arrival.submit.request_id for arrival in self._held_up}
+        for request_id, is_paused in pauses.items():
+            if request_id in held_up:
+                self._pauses_held_up[request_id] = is_paused
+            elif is_paused:
                 self._scheduler.pause((request_id,))
             else:
                 self._scheduler.unpause((request_id,))
-        self._pauses_waiting.clear()
 
     def _collect(self, shape: StepShape | None = None, begun_s: float = 0.0) -> StepOutputs | None:
         """All there is to say; `shape` is that of the step that was made, if one was."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from scheduler.core.output import SequenceFailure, StepPlan, StepResult
-from scheduler.messages import Abort, FailureKind, RequestFailure, Submit
+from scheduler.messages import Abort, FailureKind, Pause, RequestFailure, Submit, Unpause
 from tests.engine.test_engine_core import World
 from tests.fakes import make_submit
 
@@ -64,6 +64,33 @@ def test_one_that_is_aborted_meanwhile_is_forgotten() -> None:
     shelf.ready.add(b"guide")
     assert world.run() == []
     assert not world.core.has_work
+
+
+def test_a_pause_waits_for_the_guide_with_its_request() -> None:
+    """A stream that was full when its engine died is sent again with its pause: it gets no step until Unpause, though
+    its guide is read only after both have come; and until then the loop need not spin."""
+    world = World()
+    shelf = Shelf(world)
+    world.inbox += [guided(1), Pause((1,))]
+    world.core.step()
+    assert world.core.is_held_up
+    shelf.ready.add(b"guide")
+    assert [step.outputs for step in world.run() if step.outputs] == []
+    assert not world.core.has_work
+    world.inbox.append(Unpause((1,)))
+    assert len([output for step in world.run() for output in step.outputs]) == 2
+
+
+def test_an_unpause_meets_the_pause_of_a_request_whose_guide_is_being_read() -> None:
+    """The last word on a request counts."""
+    world = World()
+    shelf = Shelf(world)
+    world.inbox += [guided(1), Pause((1,))]
+    world.core.step()
+    world.inbox.append(Unpause((1,)))
+    world.core.step()
+    shelf.ready.add(b"guide")
+    assert len([output for step in world.run() for output in step.outputs]) == 2
 
 
 def test_without_a_guide_nobody_asks() -> None:
