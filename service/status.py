@@ -240,7 +240,8 @@ class _Intake:
         if len(self._reading) >= RECEIVING_CALLS_MAX:
             oldest = next(iter(self._reading))
             del self._reading[oldest]
-            oldest.reschedule(asyncio.get_running_loop().time())
+            if not oldest.expired():  # else its time is over, and its own task has not run since
+                oldest.reschedule(asyncio.get_running_loop().time())
         timeout = asyncio.timeout(REQUEST_TIMEOUT_S)
         had_time = True
         try:

@@ -536,6 +536,32 @@ async def test_a_request_that_is_too_large_keeps_grpcs_own_answer() -> None:
     await served.stop()
 
 
+async def test_a_call_whose_time_is_over_in_this_moment_makes_room_for_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its own time-out has fired and its task has not run yet: the next call is served all the same."""
+    monkeypatch.setattr(status, "RECEIVING_CALLS_MAX", 1)
+    monkeypatch.setattr(status, "REQUEST_TIMEOUT_S", 0.0)
+    intake = status._Intake(None)
+
+    class Silent:
+        async def read(self) -> None:
+            await asyncio.Event().wait()
+
+    class Prompt:
+        async def read(self) -> inference_pb2.GenerateRequest:
+            return REQUEST
+
+    late = asyncio.create_task(intake.receive(Silent()))  # type: ignore[arg-type]
+    await asyncio.sleep(0)  # it begins to wait for its message
+    await asyncio.sleep(0)  # its time-out fires
+    (timeout,) = intake._reading
+    assert timeout.expired()
+    assert await intake.receive(Prompt()) is REQUEST  # type: ignore[arg-type]
+    with pytest.raises(errors.CallError):
+        await late
+
+
 async def test_calls_without_a_message_keep_nobody_out(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over the bound of calls whose message has not come, the oldest is told to come again; a call with its message is
     served at once, and the others still may send theirs."""
@@ -561,4 +587,5 @@ async def test_calls_without_a_message_keep_nobody_out(served: Served, monkeypat
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     await idle[1].write(REQUEST)
     assert (await idle[1].read()).text == "a"
+    assert await idle[1].code() is grpc.StatusCode.OK
     assert served.bugs == []
