@@ -97,11 +97,13 @@ class Sequence:
     num_shared_tokens: int = 0
     """How far that one has to get."""
 
-    # Owned by `scheduler.py`.
+    # Owned by `scheduler.py` and `roster.py`.
     is_known: bool = False
     """The runner has its tokens."""
     is_placed: bool = False
     """The runner has its block table."""
+
+    # Owned by `seats.py`.
     growth_batch_step: int = 0
     """The batch step, by number, in which it needs one more block; 0 if none is foreseen."""
 

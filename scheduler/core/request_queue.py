@@ -3,9 +3,9 @@
 What must not be here: a limit (admission at the front end bounds the line), or a decision about who is served.
 
 What waits is a sequence. Since the order is fixed for life, a preempted one comes back ahead of everything of its
-priority that arrived later. The line is a
-heap; removal only forgets the entry, which is dropped when it surfaces or when such entries outnumber the live ones.
-One that comes back has two entries then, equal in all, and the second to surface is dropped.
+priority that arrived later. The line is a heap; removal only forgets the entry, which is dropped when it surfaces or
+when such entries outnumber the live ones. One that comes back has two entries then, equal in all, and the second to
+surface is dropped.
 """
 
 from __future__ import annotations

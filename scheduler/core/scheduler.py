@@ -483,9 +483,8 @@ class Scheduler:
             elif token_id is not None:
                 sequence.token_ids.append(token_id)
                 if not sequence.is_alone:
-                    self._roster.is_admission_open |= (
-                        sequence is self._seats.alone
-                    )  # the next one of its kind may be let in
+                    if sequence is self._seats.alone:
+                        self._roster.is_admission_open = True  # the next one of its kind may be let in
                     self._seats.catch_up(sequence, self._kv.num_slots_left(sequence))
                 outputs.append(self._output(sequence, result.logprobs.get(sequence.seq_id)))
 

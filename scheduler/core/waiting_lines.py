@@ -10,7 +10,7 @@ gives way (`scheduler.py`).
 - **paused**: those of paused requests, likewise.
 
 The line is a function of the sequence, of its request's pause and of the confinement, and none of these changes for a
-sequence that waits, except in `confine` and `unconfine`, which sort all of them anew, and in `Scheduler.pause` and
+sequence that waits, except in `confine` and `unconfine`, which sort all of them anew, and in `Roster.pause` and
 `unpause`, which take it out before and put it back after. So a sequence is always found where it was put.
 """
 

@@ -1,6 +1,6 @@
 """One stream over all its attempts: what its caller has had, and what to do when an attempt breaks.
 
-What lives here: decisions. What must not: gRPC calls, sleeping; the clock and the jitter are handed in. `client.py` and
+What lives here: decisions. What must not: gRPC calls, sleeping; the clock and the jitter are handed in. `sync.py` and
 `aio.py` act on it in the same way:
 
     progress.request()          what to send now: the caller's request, or one that goes on behind the tokens had
