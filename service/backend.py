@@ -1,13 +1,11 @@
 """The parts of one server that the rpc bodies work with.
 
-What lives here: their bundle, built by `server.py`. What must not: rpc bodies, and
-parts that only the server itself needs.
+What lives here: their bundle, built by `server.py`. What must not: rpc bodies, and parts that only the server itself
+needs.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from scheduler.guide_messages import GuideSource
@@ -37,16 +35,14 @@ class Backend:
     totals: Totals
     accounts: Accounts
     """Of calls of Generate and Complete."""
+    guides: GuideCompiler
     prompt_workers: Workers
     """For the prompts of Generate and Complete, so that a long one stalls nobody's tokens."""
     tool_workers: Workers
     """For Tokenize and Detokenize, so that these keep no prompt waiting."""
-    clock: Callable[[], float] = time.monotonic
     tokenizer: Tokenizer | None = None
     limits: Limits | None = None
     """Before an engine was ready: what is known without one."""
-    guides: GuideCompiler | None = None
-    """Before an engine was ready: None."""
     eos_token_ids: tuple[int, ...] = ()
     """Of the tokenizer's, those that the model has."""
 
@@ -60,8 +56,6 @@ class Backend:
         """What `Submit.guide` takes. Raises what `GuideCompiler.compile` raises, and UnsupportedOptionError."""
         if not self.eos_token_ids:
             raise UnsupportedOptionError(["guided: the model names no end-of-sequence token"])
-        if self.guides is None:
-            raise EngineStartingError(self.supervisor.expected_serving_s())
         return await self.guides.compile(source)
 
     def served(self) -> tuple[Tokenizer, Limits]:

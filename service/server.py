@@ -207,6 +207,13 @@ class Server:
             totals=totals,
             metrics=metrics,
         )
+        self._guides = GuideCompiler(
+            partial(GuideChild, GUIDE_COMMAND),
+            timeout_s=config.guide_compile_timeout_s,
+            clock=time.monotonic,
+            salt=secrets.token_bytes(32),
+            make_refusal=lambda: QueueFullError(self._admission.retry_after_s()),
+        )
         self._backend = Backend(
             config,
             self._admission,
@@ -215,17 +222,10 @@ class Server:
             self._dispatcher,
             totals,
             self._observation.watch(self._supervisor, self._admission, self._dispatcher),
+            self._guides,
             prompt_workers=self._workers("prompts", PROMPT_THREADS),
             tool_workers=self._workers("tools", TOOL_THREADS),
         )
-        self._guides = GuideCompiler(
-            partial(GuideChild, GUIDE_COMMAND),
-            timeout_s=config.guide_compile_timeout_s,
-            clock=time.monotonic,
-            salt=secrets.token_bytes(32),
-            make_refusal=lambda: QueueFullError(self._admission.retry_after_s()),
-        )
-        self._backend.guides = self._guides
         self._health = HealthServicer()
         self._health.set_offered(INFO_NAME, serving=True)
         self._health.set_offered(TOKENIZER_NAME, serving=False)

@@ -36,8 +36,6 @@ _Deltas = AsyncGenerator[inference_pb2.GenerateResponse, None]
 
 OPTIONS_ON_LOOP_MAX = 2048
 """Entries of options as long as a vocabulary that are checked on the loop (some milliseconds); more are, off it."""
-
-
 GUIDE_BYTES_PER_TOKEN = 64
 """A compiled guide waits with its request; so many bytes of it count as a token in the queue."""
 
