@@ -231,6 +231,7 @@ class Server:
         self._health.set_offered(TOKENIZER_NAME, serving=False)
         if config.enable_admin:
             self._health.set_offered(ADMIN_NAME, serving=True)
+        self._info = InfoServicer(self._backend)
         self._admin = AdminServicer(self._backend, self.drain)
         self._calls = _LiveCalls()
         self._secure()
@@ -263,7 +264,7 @@ class Server:
         services: list[tuple[ServiceDescriptor, object]] = [
             (inference_pb2.DESCRIPTOR.services_by_name["InferenceService"], InferenceServicer(self._backend)),
             (tokenizer_pb2.DESCRIPTOR.services_by_name["TokenizerService"], TokenizerServicer(self._backend)),
-            (info_pb2.DESCRIPTOR.services_by_name["InfoService"], InfoServicer(self._backend)),
+            (info_pb2.DESCRIPTOR.services_by_name["InfoService"], self._info),
             (health_pb2.DESCRIPTOR.services_by_name["Health"], self._health),
         ]
         if self._config.enable_admin:

@@ -13,7 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
-from emberline.v1 import inference_pb2, inference_pb2_grpc, info_pb2, tokenizer_pb2
+from emberline.v1 import inference_pb2, inference_pb2_grpc, info_pb2, info_pb2_grpc, tokenizer_pb2
 from service.cli import build_parser
 from service.config import parse
 from service.exit import ExitCode
@@ -269,8 +269,10 @@ async def test_a_stop_while_loading_is_quick_and_clean(model: Path, log: Capture
 
 
 async def test_a_lost_listener_is_replaced(model: Path, log: CapturedLogs) -> None:
-    """If gRPC closes the port by itself, it is open again for new connections, at the same address."""
+    """If gRPC closes the port by itself, it is open again for new connections, at the same address; it is the same
+    server, no younger than before."""
     async with running(model) as run:
+        before = await run.info.GetServerInfo(info_pb2.GetServerInfoRequest())
         await run.server._listeners[0]._server.stop(None)  # as the crash handler of gRPC's own loop does
         await until(lambda: log.of("listener lost"))
         async with grpc.aio.insecure_channel(run.server.address, [("grpc.use_local_subchannel_pool", 1)]) as fresh:
@@ -278,6 +280,8 @@ async def test_a_lost_listener_is_replaced(model: Path, log: CapturedLogs) -> No
             request = health_pb2.HealthCheckRequest(service="readiness")
             response = await health.Check(request, wait_for_ready=True, timeout=60)
             assert response.status == health_pb2.HealthCheckResponse.SERVING
+            after = await info_pb2_grpc.InfoServiceStub(fresh).GetServerInfo(info_pb2.GetServerInfoRequest())
+            assert after.start_time == before.start_time
 
 
 async def test_a_port_that_is_lost_for_good_ends_the_process(
