@@ -34,10 +34,8 @@ import structlog
 from scheduler import logs
 from service import status
 from service.call_record import CallRecord, Timeline
-from service.crash_report import LABEL_CHARS_MAX
 from service.errors import CallError, DrainingError, EngineDeadError, EngineStartingError, QueueFullError
 from service.metrics.recorder import Metrics
-from service.request import REQUEST_ID_BYTES_MAX
 from service.telemetry import CallTrace, Tracing
 from service.totals import Totals
 
@@ -115,12 +113,10 @@ class Accounts:
         *,
         is_chat: bool = False,
     ) -> Iterator[Account]:
-        """One call, from its first moment on, in the task that answers it. `label`: one is made if it is empty.
-        `context`: None for a caller in here.
+        """One call, from its first moment on, in the task that answers it. `label`: the caller's, which goes into logs
+        and traces as it is; one is made if it is empty. `context`: None for a caller in here.
         """
-        # A label that is not allowed ends the call in a moment; it must not get into logs and traces before that.
-        is_allowed = 0 < len(label) <= REQUEST_ID_BYTES_MAX and label.isascii() and label.isprintable()
-        account = Account(label if is_allowed else uuid.uuid4().hex, self._clock())
+        account = Account(label or uuid.uuid4().hex, self._clock())
         if is_chat:
             account.operation = "chat"
         totals = self._totals
@@ -211,7 +207,7 @@ def _is_late(context: CallContext | None) -> bool:
 def _record(method: str, account: Account, outcome: _Outcome, ended_s: float) -> CallRecord:
     return CallRecord(
         method=method,
-        label=account.label[:LABEL_CHARS_MAX],
+        label=account.label,
         code=outcome.code,
         reason=outcome.reason,
         finish=(account.finish or "").lower(),

@@ -60,7 +60,7 @@ class InferenceServicer:
         """Stream the deltas. What arrives while one is being written goes out together in the next."""
         backend = self._backend
         arrived_s = asyncio.get_running_loop().time()
-        label = convert.valid_label(message) or ""
+        label = convert.valid_label(message) or ""  # one that is not allowed ends the call in a moment
         with backend.accounts.open(method, label, context, is_chat=message.HasField("chat")) as account:
             backend.admission.check_open()
             tokenizer, limits = backend.served()

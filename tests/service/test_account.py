@@ -76,6 +76,13 @@ async def test_a_label_that_is_not_allowed_is_not_logged(model: Path, log: Captu
     assert re.fullmatch("[0-9a-f]{32}", line["request_id"])
 
 
+async def test_the_longest_label_is_logged_whole(model: Path, log: CapturedLogs) -> None:
+    """A call's last line is found by the label that its caller knows, as its other lines are."""
+    async with running(model) as run:
+        await rest_of(run.generate(1, request_id="l" * 128))
+    assert [line["request_id"] for line in log.of("request finished")] == ["l" * 128]
+
+
 async def test_a_deadline_is_told_from_a_cancel(model: Path, log: CapturedLogs) -> None:
     """Both end the call's task in the same way; the line says which it was."""
     async with running(model, engine=fake_engine(step_s=0.01)) as run:
