@@ -58,6 +58,8 @@ CACHE_BYTES_MAX = 32 * 1024 * 1024
 REFUSALS_MAX = 4096
 REFUSED_FOR_S = 300.0
 SENT_MAX = 2
+START_S_MAX = 60.0
+"""From a process's start until it is ready: imports and vocabulary, two seconds on a machine that is not busy."""
 RESTART_AFTER_S = 5.0
 """From a process that could not start to the next attempt; guides meanwhile are answered at once."""
 ELAPSED_PER_CPU_S = 8.0
@@ -133,6 +135,7 @@ class GuideCompiler:
         self._config: GuideCompilerConfig | None = None
         self._child: Child | None = None
         self._is_ready = False
+        self._start_timer: asyncio.TimerHandle | None = None
         self._is_closed = False
         self._retry_at_s = 0.0
         self._failure_reason = ""
@@ -223,13 +226,14 @@ class GuideCompiler:
             return
         if self._child is None:
             assert self._config is not None, "guides are let in once an engine is ready"
-            self._is_ready = False
+            self._is_ready, self._failure_reason = False, ""
             try:
                 # In no call's context, or the process's own log lines would bear the first caller's name.
                 self._child = contextvars.Context().run(self._start_child, self._on_message, self._on_lost)
             except OSError as error:
                 self._fail_all(f"cannot start the process: {error.strerror}")
                 return
+            self._start_timer = asyncio.get_running_loop().call_later(START_S_MAX, self._on_start_overdue)
             self._child.send(self._config)
         while self._is_ready and self._queue and len(self._sent) < JOBS_AT_ONCE_MAX:
             job = self._queue.popleft()
@@ -242,6 +246,7 @@ class GuideCompiler:
         match message:
             case GuideCompilerReady():
                 self._is_ready = True
+                self._stop_start_timer()
                 logs.get_logger().info("guide compiler ready", pid=message.pid, startup_s=round(message.startup_s, 2))
             case GuideCompiled():
                 job = self._sent.pop(message.job_id, None)
@@ -254,6 +259,17 @@ class GuideCompiler:
                 raise TypeError(f"a guide compiler does not say {type(message).__name__}")
         self._advance()
 
+    def _on_start_overdue(self) -> None:
+        """It may never be ready, and no caller may wait for ever."""
+        self._failure_reason = f"the process was not ready within {START_S_MAX:g} s"
+        if self._child is not None:
+            self._child.kill()
+
+    def _stop_start_timer(self) -> None:
+        if self._start_timer is not None:
+            self._start_timer.cancel()
+            self._start_timer = None
+
     def _on_overdue(self, job: _Job) -> None:
         """The process is to end a job long before: it hangs."""
         job.is_overdue = True
@@ -261,6 +277,7 @@ class GuideCompiler:
             self._child.kill()
 
     def _on_lost(self) -> None:
+        self._stop_start_timer()
         was_ready, self._child, self._is_ready = self._is_ready, None, False
         sent, self._sent = list(self._sent.values()), {}
         if self._is_closed:

@@ -259,6 +259,24 @@ async def test_a_process_that_hangs_is_killed_and_the_guide_is_not_tried_again(
     assert [job for child in rig.children for job in child.jobs] == hung.jobs[:1]
 
 
+async def test_a_process_that_is_never_ready_is_killed_and_nobody_waits_for_it(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It neither gets ready nor ends: callers are told an incident; a later one that is ready in time lives on."""
+    monkeypatch.setattr(guide_compiler, "START_S_MAX", 0.0)
+    task = await rig.ask(regex("a"))
+    async with asyncio.timeout(30):
+        await rig.child.killed.wait()
+    rig.child.on_lost()
+    with pytest.raises(InternalError):
+        await task
+    monkeypatch.undo()
+    rig.now_s += RESTART_AFTER_S
+    await rig.ask(regex("b"))
+    rig.child.be_ready()
+    assert rig.compiler._start_timer is None
+
+
 async def test_a_process_that_cannot_start_is_an_incident_and_not_tried_at_once(rig: Rig) -> None:
     """Its own words go to the log; callers get an id, at once, and a new attempt comes with time."""
     task = await rig.ask(regex("a"))
