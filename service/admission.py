@@ -200,11 +200,11 @@ class Admission:
             self._leave_queue(ticket)
 
     def abort(self, labels: Iterable[str]) -> set[str]:
-        """Those with these labels go no further once they are prepared; returns those that still wait."""
+        """Those with these labels go no further once they are prepared; returns those that were not prepared yet."""
         tickets = [self._labels[label] for label in labels if label in self._labels]
         aborted = set()
         for ticket in tickets:
-            if ticket.is_waiting and ticket.label is not None:
+            if ticket.is_preparing and ticket.label is not None:
                 ticket.is_aborted = True
                 aborted.add(ticket.label)
         return aborted
