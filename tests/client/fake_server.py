@@ -75,7 +75,7 @@ class End:
 
 @dataclass(frozen=True)
 class Attempt:
-    """What one call of Generate comes to."""
+    """What one call of Generate or Complete comes to."""
 
     num_tokens: int | None = None
     """Tokens until `end`; None: all."""
@@ -163,6 +163,11 @@ class FakeServer(
         self, request: inference_pb2.GenerateRequest, context: grpc.ServicerContext
     ) -> inference_pb2.CompleteResponse:
         attempt = self._arrive(request, context)
+        if attempt.hang:
+            if not context.add_callback(self.left.set):
+                self.left.set()
+            self.hanging.set()
+            self.left.wait(LIMIT_S)
         if attempt.end is not None:
             attempt.end.abort(context)
         response = inference_pb2.CompleteResponse(request_id="whole")

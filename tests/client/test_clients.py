@@ -491,6 +491,31 @@ def test_closing_while_a_stream_waits_to_go_on(kind: str) -> None:
 
 
 @BOTH
+def test_closing_the_client_ends_a_call_that_waits(kind: str) -> None:
+    """Its caller is told so. Under asyncio gRPC raises CancelledError for it; nobody has cancelled the task."""
+    with FakeServer(Attempt(hang=True)) as server:
+
+        async def scenario() -> None:
+            client = AsyncClient(server.address)
+            task = asyncio.ensure_future(client.complete("x"))
+            assert await asyncio.to_thread(server.hanging.wait, LIMIT_S)
+            await client.close()
+            with pytest.raises(errors.RequestCancelledError):
+                await task
+
+        if kind == "aio":
+            asyncio.run(asyncio.wait_for(scenario(), LIMIT_S))
+        else:
+            client = Client(server.address)
+            closer = threading.Thread(target=lambda: (server.hanging.wait(LIMIT_S), client.close()))
+            closer.start()
+            with pytest.raises(errors.RequestCancelledError):
+                client.complete("x")
+            closer.join()
+        assert server.left.wait(LIMIT_S)
+
+
+@BOTH
 def test_a_server_that_says_cancelled(kind: str) -> None:
     """Under asyncio gRPC raises CancelledError for it; a task that nobody cancelled must not see that."""
     with FakeServer(Attempt(1, End(CODES.CANCELLED))) as server:

@@ -120,5 +120,5 @@ def incomplete() -> errors.IncompleteStreamError:
 
 
 def cancelled() -> errors.RequestCancelledError:
-    """For a reader that goes on after its stream was closed."""
-    return errors.RequestCancelledError(grpc.StatusCode.CANCELLED, "the stream was closed by this program")
+    """For whoever waits for a call, or reads a stream, that was closed meanwhile."""
+    return errors.RequestCancelledError(grpc.StatusCode.CANCELLED, "the call was closed by this program")

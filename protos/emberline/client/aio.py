@@ -64,11 +64,8 @@ class AsyncStream(AsyncIterator[results.Delta]):
             except grpc.RpcError as error:
                 failure = errors.from_rpc_error(error)
             except asyncio.CancelledError as error:
-                # gRPC raises it for three things: the reading task was cancelled, the call was, by `close` or with its
-                # channel, or the server says CANCELLED. Only the first one is asyncio's.
                 self.close()
-                task = asyncio.current_task()
-                if task is not None and task.cancelling():
+                if _is_task_cancelled():
                     raise
                 raise cancelled() from error
             except BaseException:  # a server that is not the like of the first
@@ -279,6 +276,10 @@ class AsyncClient:
                 yield health_status(response)
         except grpc.RpcError as error:
             raise errors.from_rpc_error(error) from error
+        except asyncio.CancelledError as error:
+            if _is_task_cancelled():
+                raise
+            raise cancelled() from error
         finally:
             call.cancel()
 
@@ -295,7 +296,7 @@ class AsyncClient:
         return int((await self._unary(self._stubs.drain, message, timeout_s)).live_requests)
 
     async def close(self) -> None:
-        """Close the channels; streams that are open end with RequestCancelledError."""
+        """Close the channels; calls that are open end with RequestCancelledError."""
         if self._made is not None:
             for channel in self._made.channels:
                 await channel.close()
@@ -312,3 +313,15 @@ class AsyncClient:
             return await method(message, timeout=timeout_s, metadata=(*self._connection.metadata(), *metadata))
         except grpc.RpcError as error:
             raise errors.from_rpc_error(error) from error
+        except asyncio.CancelledError as error:
+            if _is_task_cancelled():
+                raise
+            raise cancelled() from error
+
+
+def _is_task_cancelled() -> bool:
+    """gRPC raises CancelledError for three things: the waiting task was cancelled, the call was, by `close` or with its
+    channel, or the server says CANCELLED. Only the first one is asyncio's.
+    """
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -291,7 +291,7 @@ class Client:
         return int(self._unary(self._stubs.drain, message, timeout_s).live_requests)
 
     def close(self) -> None:
-        """Close the channels; streams that are open end with RequestCancelledError."""
+        """Close the channels; calls that are open end with RequestCancelledError."""
         for channel in self._stubs.channels:
             channel.close()
 
