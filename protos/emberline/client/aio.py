@@ -6,7 +6,8 @@ What lives here: waiting. What must not: decisions (`_progress.py`), requests (`
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from typing import Any, Self, Unpack
 
 import grpc
@@ -272,14 +273,9 @@ class AsyncClient:
         message = _messages.HealthCheckRequest(service=service)
         call = self._stubs.watch(message, timeout=timeout_s, metadata=self._connection.metadata())
         try:
-            async for response in call:
-                yield health_status(response)
-        except grpc.RpcError as error:
-            raise errors.from_rpc_error(error) from error
-        except asyncio.CancelledError as error:
-            if _is_task_cancelled():
-                raise
-            raise cancelled() from error
+            with _errors_of_the_call():
+                async for response in call:
+                    yield health_status(response)
         finally:
             call.cancel()
 
@@ -309,14 +305,21 @@ class AsyncClient:
 
     async def _unary(self, method: Any, message: Any, timeout_s: float | None, metadata: Metadata = ()) -> Any:
         timeout_s = self._defaults.timeout_s if timeout_s is None else timeout_s
-        try:
+        with _errors_of_the_call():
             return await method(message, timeout=timeout_s, metadata=(*self._connection.metadata(), *metadata))
-        except grpc.RpcError as error:
-            raise errors.from_rpc_error(error) from error
-        except asyncio.CancelledError as error:
-            if _is_task_cancelled():
-                raise
-            raise cancelled() from error
+
+
+@contextlib.contextmanager
+def _errors_of_the_call() -> Iterator[None]:
+    """What gRPC raises, as this client's exceptions."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise errors.from_rpc_error(error) from error
+    except asyncio.CancelledError as error:
+        if _is_task_cancelled():
+            raise
+        raise cancelled() from error
 
 
 def _is_task_cancelled() -> bool:
