@@ -1,4 +1,4 @@
-"""What a server with all its doors closed is given: certificates, tokens, and the folder that holds them.
+"""What a server with all its doors closed is given: tokens, and the folder that holds them and its certificates.
 
 The folder is laid out as Kubernetes mounts a secret: each file is a link by way of a link to a folder of one version,
 and a new version comes by the swap of that one link.
@@ -7,37 +7,11 @@ and a new version comes by the swap of that one link.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
-import trustme
 
-
-@dataclass(frozen=True)
-class Pair:
-    """A certificate chain and its key, in PEM."""
-
-    chain: bytes
-    key: bytes
-
-    @classmethod
-    def of(cls, cert: trustme.LeafCert) -> Pair:
-        return cls(b"".join(blob.bytes() for blob in cert.cert_chain_pems), cert.private_key_pem.bytes())
-
-
-class Authority:
-    """Signs certificates of servers on this machine, and of clients."""
-
-    def __init__(self) -> None:
-        self._ca = trustme.CA(key_type=trustme.KeyType.ECDSA)
-        self.pem = self._ca.cert_pem.bytes()
-
-    def server(self) -> Pair:
-        return Pair.of(self._ca.issue_cert("localhost", "127.0.0.1"))
-
-    def client(self, name: str) -> Pair:
-        return Pair.of(self._ca.issue_cert(name))
+from tests.certificates import Pair
 
 
 class Mount:

@@ -20,10 +20,11 @@ import grpc
 import psutil
 import pytest
 
+from tests.certificates import Authority
 from tests.e2e import tiny_model
 from tests.e2e.faults import FaultFile
 from tests.e2e.harness import CHANNEL_OPTIONS, INFERENCE, ReflectionClient, Server
-from tests.e2e.secrets import Authority, Mount, credentials, token_line
+from tests.e2e.secrets import Mount, credentials, token_line
 
 pytestmark = pytest.mark.timeout(300)
 

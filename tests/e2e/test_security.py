@@ -13,9 +13,10 @@ from typing import Any
 import grpc
 import pytest
 
+from tests.certificates import Authority, Pair
 from tests.e2e import tiny_model
 from tests.e2e.harness import CHANNEL_OPTIONS, INFERENCE, Health, ReflectionClient, Server, Status
-from tests.e2e.secrets import Authority, Mount, Pair, credentials, token_line
+from tests.e2e.secrets import Mount, credentials, token_line
 
 TOKENS = {"caller": "caller-token", "watcher": "watcher-token", "chief": "chief-token"}
 TOKEN_FILE = (

@@ -24,7 +24,7 @@ from service.convert import ABORT_IDS_MAX
 from service.exit import ExitCode
 from service.health import NAME_CHARS_MAX
 from service.server import Server
-from tests.service.certificates import Authority, Pair, write
+from tests.certificates import Authority, Pair, write
 from tests.service.fake_engine import Trigger
 from tests.service.front_end import Running, details, error_of, request, rest_of, running
 from tests.service.support import HANG_S, CapturedLogs, fake_engine, until

@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from scheduler.errors import ConfigurationError
 from service.health import HealthServicer
 from service.tls import Tls, TlsFiles, describe, load
-from tests.service.certificates import Authority, Pair, day, write
+from tests.certificates import Authority, Pair, day, write
 from tests.service.support import HANG_S, CapturedLogs
 
 OLD, NEW = Authority(), Authority()

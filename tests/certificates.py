@@ -1,4 +1,4 @@
-"""Certificates for the tests of TLS: two authorities, and what each has signed."""
+"""Certificates for the tests of TLS: authorities, and what each has signed."""
 
 from __future__ import annotations
 
