@@ -118,8 +118,10 @@ class InferenceServicer:
 
     async def Complete(  # noqa: N802 - the protocol's name
         self, message: inference_pb2.GenerateRequest, context: _Context
-    ) -> inference_pb2.CompleteResponse:
-        """Fold the deltas of Generate into one answer."""
+    ) -> AsyncGenerator[inference_pb2.CompleteResponse, None]:
+        """Fold the deltas of Generate into one answer. Until that is written the call keeps its place: whoever does not
+        read it is held to the same limits as the reader of a stream.
+        """
         response = inference_pb2.CompleteResponse()
         texts: dict[int, list[str]] = {}
         completions: dict[int, inference_pb2.Completion] = {}
@@ -134,10 +136,16 @@ class InferenceServicer:
                         getattr(response, name).CopyFrom(getattr(delta, name))
                 if delta.HasField("finish"):
                     completion.finish.CopyFrom(delta.finish)
-        for index, completion in sorted(completions.items()):
-            completion.text = "".join(texts[index])
-            response.completions.append(completion)
-        return response
+                if not delta.HasField("usage"):
+                    continue  # that comes with the last one
+                for index, whole in sorted(completions.items()):
+                    whole.text = "".join(texts[index])
+                    response.completions.append(whole)
+                try:
+                    yield response
+                except CallError as error:
+                    await deltas.athrow(error)  # it is Generate's call that ends so
+                    raise
 
     async def _convert(
         self, message: inference_pb2.GenerateRequest, tokenizer: Tokenizer, limits: Limits

@@ -274,8 +274,9 @@ def safe_handlers(
 
     The servicer has one method per rpc, `async def Method(request, context)`: a coroutine; where the rpc streams, an
     async generator, or a coroutine that calls `context.write`. It raises `CallError`s, or calls `context.abort` itself.
+    One whose single answer is large may be a generator, too, and so hold its place until the answer is written.
 
-    A stream whose reader leaves no room for the next message for `reader_timeout_s` gets SlowReaderError, raised at
+    A generator whose reader leaves no room for the next message for `reader_timeout_s` gets SlowReaderError, raised at
     the generator's `yield`: what the call holds is given back then. The status goes out when the reader reads again.
 
     `check_room` raises a `CallError` where the call would be refused whatever its message says: it is not read then.
@@ -321,9 +322,11 @@ def _handler(
     intake: _Intake,
 ) -> _Handler:
     assert not method.client_streaming, "such a method is a `safe_dialogue`"
-    make = grpc.stream_stream_rpc_method_handler if method.server_streaming else grpc.stream_unary_rpc_method_handler
+    is_stream = method.server_streaming
     if inspect.isasyncgenfunction(body):
-        body = _writing(body, reader_timeout_s)
+        body, is_stream = _writing(body, reader_timeout_s), True
+    # One message or many: on the wire it is the same.
+    make = grpc.stream_stream_rpc_method_handler if is_stream else grpc.stream_unary_rpc_method_handler
 
     async def call(_requests: AsyncIterator[Message | _Unreadable], context: Context) -> Any:
         try:

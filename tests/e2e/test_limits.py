@@ -227,6 +227,29 @@ def test_a_reader_that_stalls_is_told_and_holds_up_nobody(server: Server, client
         assert (status.code, status.reason) == (EXHAUSTED, "SLOW_READER")
 
 
+def test_a_whole_answer_that_nobody_reads_is_no_exception(server: Server, client: ReflectionClient) -> None:
+    """Complete's one message has a place for as long as readers may take, and no longer; what its caller finds when it
+    reads at last is SLOW_READER. One that is read in time is whole."""
+    label = "unread"
+    fields_of_it = fields(675, max_tokens=400, request_id=label)
+    whole = client.complete(**{**fields_of_it, "request_id": "read"}).completions[0]
+    request = client.request(f"{INFERENCE}/Complete", **fields_of_it).SerializeToString()
+    with BareCaller(client.address, window_bytes=0) as caller:
+        stream_id = caller.call(f"{INFERENCE}/Complete", request)
+        until(lambda: [line for line in server.events("request finished") if line["request_id"] == label])
+        (line,) = [line for line in server.events("request finished") if line["request_id"] == label]
+        assert (line["method"], line["reason"]) == ("Complete", "SLOW_READER")
+        caller.open_window(stream_id)
+        caller.until_ended(stream_id, HANG_S)
+    with BareCaller(client.address, window_bytes=0) as caller:
+        stream_id = caller.call(f"{INFERENCE}/Complete", request)
+        until(lambda: client.load().live_calls and not client.load().running)
+        caller.open_window(stream_id)
+        caller.until_ended(stream_id, HANG_S)
+        (response,) = caller.messages(client.message("CompleteResponse"), stream_id)
+    assert [token.id for token in response.completions[0].tokens] == [token.id for token in whole.tokens]
+
+
 def test_a_reader_that_comes_back_misses_nothing(client: ReflectionClient) -> None:
     """A paused stream goes on when it is read, with the tokens that it would have had."""
     alone = client.generate(**fields(680, max_tokens=800)).expect_ok()
