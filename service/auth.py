@@ -35,7 +35,7 @@ import structlog
 from scheduler import logs
 from scheduler.errors import ConfigurationError
 from service.errors import CallError, PermissionDeniedError, UnauthenticatedError
-from service.reloading import Reloading
+from service.reloading import Reloading, read_file
 from service.status import Context, abort_with
 
 SCOPES = ("inference", "info", "admin")
@@ -77,8 +77,7 @@ class Token:
 def load_tokens(path: Path) -> tuple[Token, ...]:
     """Raises ConfigurationError with the number of the line at fault; never with what the line holds."""
     try:
-        with path.open("rb") as file:
-            data = file.read(FILE_BYTES_MAX + 1)
+        data = read_file(path, FILE_BYTES_MAX)
     except OSError as error:
         raise ConfigurationError(f"--auth-tokens {path}: {error.strerror}") from None
     try:

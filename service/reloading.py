@@ -6,12 +6,16 @@ is handed in. A value is replaced whole, in one assignment, so whoever reads `va
 Files are compared by what `stat` says at the end of their links, so that the swap of a link, as Kubernetes does it, is
 a change like any other. A load counts only if the files are the same before and after it: a certificate read before the
 swap and a key read after it are no pair. What does not load leaves the old value in force and is told once, not at each
-look; the next change is a new chance.
+look; the next change is a new chance. Only regular files are read: to open a pipe may block for ever, and with it the
+looks at all the others.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
+import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -89,12 +93,27 @@ class Reloading(Generic[_Value]):
         return tuple(_stat(path) for path in self._paths)
 
 
+def read_file(path: Path, bytes_max: int) -> bytes:
+    """What `load` reads with: the file, or the first bytes beyond `bytes_max` of a larger one. Never waits for
+    somebody else. Raises OSError, for whatever is no regular file, too.
+    """
+
+    def without_waiting(name: str, flags: int) -> int:
+        """To open a pipe is to wait for its other end."""
+        return os.open(name, flags | os.O_NONBLOCK)
+
+    with open(path, "rb", opener=without_waiting) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file")
+        return file.read(bytes_max + 1)
+
+
 def _stat(path: Path) -> tuple[int, ...] | None:
     try:
-        stat = path.stat()
+        found = path.stat()
     except OSError:
         return None
-    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 async def keep_fresh(polled: Sequence[Polled], interval_s: float = POLL_INTERVAL_S) -> None:

@@ -29,7 +29,7 @@ import grpc
 
 from scheduler import logs
 from scheduler.errors import ConfigurationError
-from service.reloading import Reloading
+from service.reloading import Reloading, read_file
 
 PEM_BYTES_MAX = 1024 * 1024
 EXPIRES_SOON_S = 14 * 86400.0
@@ -153,8 +153,7 @@ class Tls:
 
 def _read(flag: str, path: Path) -> bytes:
     try:
-        with path.open("rb") as file:
-            data = file.read(PEM_BYTES_MAX + 1)
+        data = read_file(path, PEM_BYTES_MAX)
     except OSError as error:
         raise ConfigurationError(f"{flag} {path}: {error.strerror}") from None
     if len(data) > PEM_BYTES_MAX:

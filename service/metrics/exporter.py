@@ -126,7 +126,10 @@ class MetricsExporter:
         if path != PATH:
             return _response(HTTPStatus.NOT_FOUND, _HINT, with_body=method == "GET")
         accept = next((field[7:].strip() for field in fields if field[:7].lower() == "accept:"), "")
-        encode, content_type = choose_encoder(accept or CONTENT_TYPE_PLAIN_1_0_0)
+        try:
+            encode, content_type = choose_encoder(accept or CONTENT_TYPE_PLAIN_1_0_0)
+        except (TypeError, ValueError):  # a version that is no number
+            encode, content_type = choose_encoder(CONTENT_TYPE_PLAIN_1_0_0)
         return _response(HTTPStatus.OK, encode(self._registry), content_type, with_body=method == "GET")
 
 

@@ -298,11 +298,12 @@ async def test_names_follow_the_conventions(model: Path, log: CapturedLogs) -> N
 @pytest.mark.parametrize(
     "accept",
     [
-        # Prometheus 3 and 2, a browser, and nothing in particular
+        # Prometheus 3 and 2, a browser, nothing in particular, and nonsense
         "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,text/plain;version=0.0.4;q=0.3,*/*;q=0.2",
         "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.3,*/*;q=0.2",
         "text/html,application/xhtml+xml,*/*;q=0.8",
         "*/*",
+        "application/openmetrics-text;version=new",
     ],
 )
 async def test_whoever_asks_gets_a_form_that_it_can_read(model: Path, log: CapturedLogs, accept: str) -> None:

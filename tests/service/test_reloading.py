@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from scheduler.errors import ConfigurationError
-from service.reloading import Reloading, keep_fresh
+from service.reloading import Reloading, keep_fresh, read_file
 from tests.service.support import CapturedLogs, until
 
 
@@ -40,6 +40,19 @@ def test_what_has_not_changed_is_not_loaded(tmp_path: Path) -> None:
     value.poll()
     value.poll()
     assert loads == ["one"]
+
+
+def test_only_regular_files_are_read(tmp_path: Path) -> None:
+    """A pipe that nobody writes to, and a device without an end: neither is waited for."""
+    path = tmp_path / "file"
+    path.write_bytes(b"12345")
+    assert read_file(path, 5) == b"12345"
+    assert read_file(path, 3) == b"1234", "one more, so that it is known to be larger"
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for other in (pipe, tmp_path, Path("/dev/zero")):
+        with pytest.raises(OSError, match=r"not a regular file|Is a directory"):
+            read_file(other, 5)
 
 
 def test_a_change_is_taken_in_whole(tmp_path: Path, log: CapturedLogs) -> None:
