@@ -170,7 +170,7 @@ class PermissionDeniedError(CallError):
     """Known credentials, which do not open this service. PERMISSION_DENIED."""
 
     def __init__(self, scope: str) -> None:
-        super().__init__(f"this token does not have the scope {scope}")
+        super().__init__(f"these credentials do not have the scope {scope}")
         self.scope = scope
 
 
