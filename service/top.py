@@ -104,8 +104,14 @@ def run(arguments: Sequence[str]) -> int:
         return status.DONE
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """As with the other commands, not by an exit status of its own."""
+        raise BrokenPipeError
+
+
 async def _watch(servers: Sequence[Server], interval_s: float, *, once: bool) -> int:
-    console = Console()
+    console = _Console()
     try:
         await _look(servers)
         if once:
@@ -113,7 +119,11 @@ async def _watch(servers: Sequence[Server], interval_s: float, *, once: bool) ->
             await _look(servers)
             console.print(frame(servers))
             return status.DONE if any(isinstance(one.now, Sample) for one in servers) else status.UNREACHABLE
-        with Live(frame(servers), console=console, screen=console.is_terminal, auto_refresh=False) as live:
+        while not console.is_terminal:  # one frame after another: what is drawn over would come at the end alone
+            console.print(frame(servers))
+            await asyncio.sleep(interval_s)
+            await _look(servers)
+        with Live(frame(servers), console=console, screen=True, auto_refresh=False) as live:
             while True:
                 await asyncio.sleep(interval_s)
                 await _look(servers)

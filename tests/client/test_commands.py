@@ -17,6 +17,7 @@ import pytest
 
 from emberline.commands import exit as status
 from emberline.commands.main import main
+from tests.client import fake_server
 from tests.client.fake_server import LIMIT_S, Attempt, End, FakeServer, word
 
 CODES = grpc.StatusCode
@@ -64,6 +65,55 @@ class TestDispatch:
             "'--timeout', '0.2']); sys.exit('service' in sys.modules or 'scheduler' in sys.modules)"
         )
         subprocess.run([sys.executable, "-c", code], check=True, timeout=LIMIT_S, capture_output=True)
+
+
+class TestStreams:
+    """What becomes of a command whose stdin, stdout or stderr is not what it should be."""
+
+    @staticmethod
+    def shell(command: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
+        """`emberline` is the installed script."""
+        line = f'emberline() {{ "{SCRIPT}" "$@"; }}; {command}'
+        environment = {**os.environ, **environment}
+        return subprocess.run(["bash", "-c", line], capture_output=True, timeout=LIMIT_S, env=environment, check=False)
+
+    def test_closed_ones(self) -> None:
+        """Closed ones are silence; none of them is a socket by accident."""
+        with FakeServer() as server:
+            ended = self.shell(
+                f"emberline generate --address {server.address} x >&- || exit 1;"
+                f"emberline generate --address {server.address} - <&- || exit 2;"
+                f"emberline generate --address {server.address} - <&- >&- 2>&- || exit 3;"
+                f"emberline health --address {server.address} >&- || exit 4"
+            )
+        assert (ended.returncode, ended.stderr) == (0, b"")
+
+    @pytest.mark.parametrize("command", ["generate x", "health", "top --once --interval 0.1", "--version"])
+    def test_a_full_disk(self, command: str) -> None:
+        """One line, and not the status of a whole answer."""
+        with FakeServer() as server:
+            name, *rest = command.split()
+            address = [] if name.startswith("-") else ["--address", server.address]
+            ended = self.shell(f"emberline {' '.join([name, *address, *rest])} >/dev/full")
+        assert (ended.returncode, ended.stderr) == (status.FAILED, b"emberline: error: No space left on device\n")
+
+    def test_a_reader_that_leaves(self) -> None:
+        """The status of SIGPIPE, and nothing said, for a command that would go on for ever, too."""
+        with FakeServer() as server:
+            ended = self.shell(f"emberline top --interval 0.1 --address {server.address} | head -n 1; exit $PIPESTATUS")
+        assert (ended.returncode, ended.stderr) == (status.PIPE_CLOSED, b"")
+        assert ended.stdout
+
+    def test_characters_that_are_not_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """In an answer: replaced. In a prompt: told."""
+        monkeypatch.setattr(fake_server, "word", lambda _: "caf\u00e9")
+        with FakeServer() as server:
+            command = f"emberline generate --max-tokens 1 --address {server.address} x"
+            ended = self.shell(command, PYTHONIOENCODING="ascii")
+            assert (ended.returncode, ended.stdout) == (0, b"caf?")
+            command = f"printf '\\xff' | emberline generate --address {server.address}"
+            ended = self.shell(command, PYTHONIOENCODING="utf-8:strict")
+        assert (ended.returncode, ended.stderr.count(b"\n")) == (status.USAGE, 1)
 
 
 class TestGenerate:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -60,10 +59,9 @@ def run(arguments: Sequence[str]) -> int:
         return _run(_parser().parse_args(arguments))
     except KeyboardInterrupt:
         return status.INTERRUPTED
-    except BrokenPipeError:
-        # Whoever read us is gone; what the interpreter still has to flush goes nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return status.PIPE_CLOSED
+    except UnicodeDecodeError as error:
+        connect.complain(f"stdin is no text: {error.reason} at byte {error.start}")
+        return status.USAGE
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -208,7 +206,7 @@ def _parser() -> connect.Parser:
     parser = connect.Parser(
         prog="emberline generate",
         description="Streams an answer to the terminal. Exit status: 0 the answer is whole, 1 the server answered with "
-        "an error, 2 it cannot be reached, 64 wrong flags, 130 interrupted.",
+        "an error, 2 it cannot be reached or cannot serve now (UNAVAILABLE), 64 wrong flags, 130 interrupted.",
     )
     parser.add_argument("prompt", nargs="?", help="what to continue; absent or `-`: stdin")
     parser.add_argument(
@@ -223,7 +221,9 @@ def _parser() -> connect.Parser:
         "--no-resume", dest="resume", action="store_false", help="a broken stream is an error; else it goes on"
     )
     group = parser.add_argument_group(
-        "request", "absent ones are the server's defaults; it refuses what is out of bounds"
+        "request",
+        "absent ones are the server's defaults; it refuses what is out of bounds. What `--logprobs` and "
+        "`--with-token-ids` ask for is shown with `--json`",
     )
     for name, kind in SAMPLING.items():
         group.add_argument(f"--{name}", type=kind, metavar="X" if kind is float else "N")
