@@ -19,6 +19,8 @@ from scheduler.codec import FrameDecoder, Message, encode
 
 OUTBOX_BYTES_MAX = 8 * 1024 * 1024
 _RECV_BYTES = 256 * 1024
+_POLL_S_MAX = 86400.0
+"""poll() takes milliseconds in an int, which is less than a month; a caller's deadline may be years away."""
 
 
 class FrontEndGoneError(Exception):
@@ -129,7 +131,7 @@ class Channel:
         """
         poll = select.poll()
         poll.register(self._socket, events)
-        came = poll.poll(None if timeout_s is None else timeout_s * 1000)
+        came = poll.poll(None if timeout_s is None else min(timeout_s, _POLL_S_MAX) * 1000)
         return came[0][1] if came else 0
 
     def _flush(self) -> None:

@@ -113,6 +113,14 @@ def test_last_words_give_up_on_a_front_end_that_does_not_read(pair: Pair) -> Non
     assert channel.is_congested
 
 
+def test_a_timeout_of_years_is_one(pair: Pair) -> None:
+    """Waiting requests may have deadlines as far away as a caller likes."""
+    channel, front_end = pair
+    front_end.sendall(encode(Abort((1,))))
+    channel.wait(1e11)
+    assert channel.receive() == [Abort((1,))]
+
+
 def test_a_descriptor_above_1023_serves_as_well() -> None:
     """A front end with a thousand connections hands its engine a high descriptor; waiting on it works."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
