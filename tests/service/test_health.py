@@ -168,6 +168,9 @@ class StalledContext:
     async def read(self) -> Any:
         return health_pb2.HealthCheckRequest(service="")
 
+    async def send_initial_metadata(self, metadata: Any) -> None:
+        pass
+
     async def write(self, response: Any) -> None:
         self.written.append(response.status)
         self.stalled.set()
@@ -184,7 +187,7 @@ async def test_a_stalled_watcher_harms_nobody_and_then_gets_the_latest(served: S
     body: Any = handlers.service(details).stream_stream  # type: ignore[arg-type, union-attr] # a stand-in for the call
     stalled = StalledContext()
     task = asyncio.ensure_future(body(None, stalled))
-    await stalled.stalled.wait()
+    await asyncio.wait_for(stalled.stalled.wait(), 30)
     for serving in [True, False] * 50 + [True]:
         health.set_serving(serving)
         assert await next_status(watch) == (SERVING if serving else NOT_SERVING)
