@@ -71,9 +71,9 @@ def _run(shell: Sequence[Block], folder: Path, env: Mapping[str, str]) -> dict[i
     """What each block printed, by its line."""
     script = ["set -euo pipefail", "trap 'kill $(jobs -p) 2>/dev/null || true' EXIT"]
     for block in shell:
-        script.append(f"echo {shlex.quote(f'{_MARK} {block.line}')}")
+        script.append(f"printf '\\n%s\\n' {shlex.quote(f'{_MARK} {block.line}')}")  # an output may end within a line
         if status := block.notes.get("fails"):
-            *before, last = block.text.rstrip("\n").split("\n")
+            *before, last = re.split(r"(?<!\\)\n", block.text.rstrip("\n"))  # a backslash joins lines
             script += [*before, "status=0", f"{last} || status=$?", f"[[ $status == {status} ]]"]
         else:
             script.append(block.text)
