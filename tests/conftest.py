@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import signal
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -11,6 +12,10 @@ from hypothesis import HealthCheck, settings
 # The machine is shared: how long an example took says nothing of the code.
 settings.register_profile("emberline", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("emberline")
+
+# A suite that a shell runs in its background is deaf to Ctrl-C, and so would the commands be that its tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @functools.cache

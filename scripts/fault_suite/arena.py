@@ -112,6 +112,7 @@ class Arena:
     async def strike(self, fault: Fault) -> Episode:
         """Do it, and wait until the server serves again."""
         if self._num_engines is None:
+            await self.server.until(lambda: bool(self.server.helpers()), HELPERS_LIMIT_S)  # made a while after ready
             self._num_engines = len(self.server.engines())
         self.outcome.faults[fault.name] += 1
         episode = self.begin(fault.name, fault.deaths_min, fault.deaths_max, fault.num_spoiled_max)

@@ -79,6 +79,24 @@ def test_what_has_not_begun_is_tried_again(kind: str) -> None:
 
 
 @BOTH
+def test_a_server_that_goes_away_before_the_next_attempt(kind: str) -> None:
+    """A stream that is to be tried again in a while ends, though nobody is there by then."""
+    with FakeServer(Attempt(num_tokens=0, end=End(CODES.UNAVAILABLE, pushback_ms=1000))) as server:
+
+        def leave() -> None:
+            until(lambda: server.num_calls > 0)
+            time.sleep(0.3)  # for the status to be there
+            server.stop()
+
+        leaving = threading.Thread(target=leave)
+        leaving.start()
+        try:
+            assert fails(kind, server.address).code is CODES.UNAVAILABLE
+        finally:
+            leaving.join()
+
+
+@BOTH
 def test_attempts_are_bounded(kind: str) -> None:
     """Four by default, one if so said; the last error is told."""
     refusal = Attempt(0, End(CODES.RESOURCE_EXHAUSTED, "QUEUE_FULL", pushback_ms=1))

@@ -465,7 +465,15 @@ def test_model_info(info: Any) -> None:
     assert info.limits.max_prompt_tokens < info.limits.max_model_len
     assert info.limits.max_request_bytes >= 4 * 1024 * 1024
     on = {field.name for field, value in info.capabilities.ListFields() if value}
-    assert on == {"chat", "resume_on_engine_death"}
+    assert on == {
+        "chat",
+        "guided",
+        "multiple_sequences",
+        "prompt_logprobs",
+        "resume_on_engine_death",
+        "stream_interval",
+        "time_limits",
+    }
 
 
 def test_server_info(client: ReflectionClient, server: Server) -> None:

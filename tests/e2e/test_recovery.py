@@ -171,12 +171,21 @@ def test_health_through_deaths(start_server: StartServer) -> None:
     async def watch_all() -> tuple[list[list[str]], list[str]]:
         with ReflectionClient(server.address) as client, client.health.watch("liveness") as liveness:
             channels = [client.aio_channel() for _ in range(4)]
-            watches = [_states(channels[n % 4], ("readiness", "")[n % 2], len(expected)) for n in range(num_watchers)]
-            watching = asyncio.gather(*watches)
+            heard: list[list[str]] = [[] for _ in range(num_watchers)]
+            watching = asyncio.gather(
+                *(
+                    _watch(channels[n % 4], ("readiness", "")[n % 2], len(expected), states)
+                    for n, states in enumerate(heard)
+                )
+            )
+            async with asyncio.timeout(LIMIT_S):
+                # Whoever comes after a death has not seen what was before it.
+                while not all(heard):  # noqa: ASYNC110 - 200 lists, and nobody to set an event
+                    await asyncio.sleep(0.01)
             for number in range(1, num_deaths + 1):
                 os.kill(await asyncio.to_thread(server.engine_pid), signal.SIGKILL)
                 await asyncio.to_thread(wait_until_ready, server, number + 1)
-            heard = await asyncio.wait_for(watching, LIMIT_S)
+            await asyncio.wait_for(watching, LIMIT_S)
             for channel in channels:
                 await channel.close()
             return heard, liveness.states
@@ -187,9 +196,8 @@ def test_health_through_deaths(start_server: StartServer) -> None:
     assert len(server.fatal_errors) == num_deaths
 
 
-async def _states(channel: grpc.aio.Channel, service: str, count: int) -> list[str]:
-    """The first `count` states that a Watch is told."""
-    states: list[str] = []
+async def _watch(channel: grpc.aio.Channel, service: str, count: int, states: list[str]) -> None:
+    """Puts the first `count` states that a Watch is told into `states`."""
     stub = health_pb2_grpc.HealthStub(channel)
     call = stub.Watch(health_pb2.HealthCheckRequest(service=service))
     async for update in call:
@@ -197,7 +205,6 @@ async def _states(channel: grpc.aio.Channel, service: str, count: int) -> list[s
         if len(states) == count:
             call.cancel()
             break
-    return states
 
 
 def test_two_replicas(start_server: StartServer) -> None:

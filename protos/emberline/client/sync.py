@@ -21,6 +21,12 @@ from emberline.v1 import admin_pb2, info_pb2, tokenizer_pb2
 Metadata = Sequence[tuple[str, str | bytes]]
 
 
+_CHANNEL_OPTIONS = (("SingleThreadedUnaryStream", 1),)
+"""The thread that reads a stream drives it itself. With gRPC's other way a stream whose server goes away while a retry
+of it is due never has an end, not even by its deadline (seen with grpcio 1.85.3).
+"""
+
+
 class Stream(Iterator[results.Delta]):
     """The deltas of one request, as they come. The call begins when the stream is made.
 
@@ -151,8 +157,9 @@ class Client:
         resume: bool | Resume = False,
         channel_options: Sequence[tuple[str, Any]] = (),
     ) -> None:
+        options = (*_CHANNEL_OPTIONS, *channel_options)
         self._connection = Connection(
-            target, tls, server_name, token, allow_plaintext_token, attempts_max, health_check, channel_options
+            target, tls, server_name, token, allow_plaintext_token, attempts_max, health_check, options
         )
         self._defaults = Defaults(timeout_s, resume)
         makers = (grpc.insecure_channel, grpc.secure_channel)
