@@ -275,7 +275,8 @@ def _render_json(_logger: Any, _method: str, record: MutableMapping[str, Any]) -
 
 
 def _console_renderer() -> Processor:
-    render = structlog.dev.ConsoleRenderer(colors=True, sort_keys=False)
+    is_terminal = sys.stderr is not None and sys.stderr.isatty()  # a file of colour codes is found by no grep
+    render = structlog.dev.ConsoleRenderer(colors=is_terminal, sort_keys=False)
 
     def render_console(logger: Any, method: str, record: MutableMapping[str, Any]) -> str:
         frames = record.pop("traceback", None)

@@ -144,6 +144,8 @@ def _converse(call: _Call, system: str | None, lines: TextIO) -> int:
             last = status.DONE
         if call.said:
             history.append(("assistant", call.said))
+            if call.show is _show_text and not sys.stdout.isatty() and not call.said.endswith("\n"):
+                print(flush=True)  # the next answer is not this one's rest
         else:
             history.pop()  # it was not answered: two turns of one speaker are no conversation
     return last
