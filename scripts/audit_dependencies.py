@@ -1,4 +1,4 @@
-"""Checks every pinned dependency (constraints.txt) against the advisory database of osv.dev, by way of pip-audit.
+"""Checks every pinned dependency (constraints.txt) against the advisory database OSV, by way of pip-audit.
 
 Not part of scripts/check: what it says depends on the day, not on the code. pip-audit is no dependency of the project;
 it is installed into an environment of its own in the cache the first time. Exit status: 0 nothing is known against any
