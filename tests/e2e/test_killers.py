@@ -851,7 +851,8 @@ def test_too_few_descriptors_for_its_connections(tiny: Path) -> None:
 
 def test_the_wall_clock_steps_back_an_hour(tiny: Path, tmp_path: Path) -> None:
     """A wall clock that steps back an hour, and forward by two, in both processes: no stream, queue, deadline or
-    step deadline notices; only what is shown as a time of day does.
+    step deadline notices; only what is shown as a time of day does. (But for one thing: what a call has left of its own
+    deadline is gRPC's to tell, by a clock that this test cannot step; see `clock/sitecustomize.py`.)
     """
     clock = Clock(tmp_path)
 
